@@ -1,0 +1,1 @@
+"""Agents: how a policy is run against tools. No jax."""

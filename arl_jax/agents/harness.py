@@ -1,0 +1,260 @@
+"""Runs one episode: the same code in training, evaluation and production."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from arl_jax.agents.context import Context
+from arl_jax.chat.renderer import MalformedCall, Message, Renderer
+from arl_jax.types import (
+  Block,
+  Environment,
+  Episode,
+  Event,
+  Observation,
+  PolicyClient,
+  Role,
+  StopReason,
+  Task,
+  ToolCall,
+)
+
+# What a hard cutoff still allows (Context-1).
+PRUNE = "prune_chunks"
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class AgentConfig:
+  """Budgets of an episode. Checked in this order, once before each turn:
+  turns, then room in the context.
+
+  Attributes:
+    token_budget: T, tokens the context may hold.
+    soft_threshold: tokens; from here on each observation carries the nudge
+      (training rollouts only). Context-1: T/2.
+    hard_threshold: tokens; from here on every tool but prune_chunks is refused.
+      Context-1: between T/2 and T.
+    max_turns: messages of the policy.
+    message_tokens: of one message, end mark included.
+    observation_tokens: that the calls of one turn share.
+    nudge: text shown past the soft threshold.
+    nudge_mode: "append" keeps it in the context; "vanish" takes it out after
+      the turn, which begins a new segment, as published.
+    temperature: of sampling, > 0.
+  """
+
+  token_budget: int = 448
+  soft_threshold: int = 224
+  hard_threshold: int = 336
+  max_turns: int = 10
+  message_tokens: int = 40
+  observation_tokens: int = 96
+  nudge: str = "prune or answer"
+  nudge_mode: str = "append"
+  temperature: float = 1.0
+
+  def validate(self) -> None:
+    """Raises ValueError naming the field that can't be."""
+    t = self.token_budget
+    if not 0 < self.soft_threshold <= self.hard_threshold < t:
+      raise ValueError(
+        f"agent.soft_threshold {self.soft_threshold} and hard_threshold"
+        f" {self.hard_threshold} must rise below token_budget {t}"
+      )
+    if self.nudge_mode not in ("append", "vanish"):
+      raise ValueError(
+        f"agent.nudge_mode is {self.nudge_mode!r}, not 'append' or 'vanish'"
+      )
+    for name in ("max_turns", "message_tokens", "observation_tokens"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"agent.{name} is {getattr(self, name)}, not >= 1")
+    if self.temperature <= 0:
+      raise ValueError(f"agent.temperature is {self.temperature}, not > 0")
+
+
+def derive_seed(*parts: Any) -> int:
+  """A 31-bit seed from anything printable; the same on every machine."""
+  text = "\0".join(str(p) for p in parts)
+  digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+  return int.from_bytes(digest, "big") >> 1
+
+
+async def run_episode(
+  task: Task,
+  environment: Environment,
+  client: PolicyClient,
+  renderer: Renderer,
+  config: AgentConfig,
+  *,
+  rollout_index: int = 0,
+  seed: int = 0,
+  training: bool = True,
+) -> Episode:
+  """Rolls out one task.
+
+  Args:
+    task: what to do.
+    environment: fresh, for this episode only.
+    client: what to sample from.
+    renderer: of the policy's chat format.
+    config: budgets.
+    rollout_index: of this rollout in its group.
+    seed: of sampling.
+    training: whether the nudge is shown.
+
+  Raises:
+    Whatever client or environment raise: failures of infrastructure, which are
+    the caller's to retry or to drop.
+  """
+  episode = _Run(
+    task, environment, client, renderer, config, rollout_index, seed, training
+  )
+  try:
+    return await episode.run()
+  finally:
+    await client.close(episode.session)
+
+
+class _Run:
+  """State of one running episode."""
+
+  def __init__(
+    self, task, environment, client, renderer, config, index, seed, training
+  ):
+    self._task: Task = task
+    self._env: Environment = environment
+    self._client: PolicyClient = client
+    self._renderer: Renderer = renderer
+    self._config: AgentConfig = config
+    self._index: int = index
+    self._seed: int = seed
+    self._training: bool = training
+    self._context = Context(temperature=config.temperature)
+    self._events: list[Event] = []
+    self._turn = 0
+    self.session = f"{task.task_id}/{index}/{seed}"
+
+  async def run(self) -> Episode:
+    opening = await self._env.start(self._task)
+    self._context.append(self._renderer.prompt(opening), Role.PROMPT)
+    self._context.append(self._renderer.open_turn(), Role.FORCED)
+    stop = None
+    while stop is None:
+      stop = await self._take_turn()
+    return Episode(
+      task_id=self._task.task_id,
+      rollout_index=self._index,
+      segments=self._context.finish(),
+      events=tuple(self._events),
+      stop_reason=stop,
+      outcome=dict(self._env.outcome()),
+      turns=self._turn,
+      seed=self._seed,
+    )
+
+  async def _take_turn(self) -> StopReason | None:
+    config = self._config
+    if self._turn >= config.max_turns:
+      return StopReason.TURN_LIMIT
+    room = config.token_budget - len(self._context)
+    if room < 1:
+      return StopReason.CONTEXT_FULL
+    sample = await self._client.sample(
+      self.session,
+      self._context.ids,
+      max_tokens=min(config.message_tokens, room),
+      stop_ids=self._renderer.stop_ids,
+      seed=derive_seed(self._seed, self._turn),
+      temperature=config.temperature,
+    )
+    self._context.append_sample(sample)
+    self._turn += 1
+    if not sample.stopped and len(self._context) >= config.token_budget:
+      return StopReason.CONTEXT_FULL
+    if sample.stopped:
+      message = self._renderer.parse(sample.ids, self._env.tool_names)
+    else:
+      self._context.append(self._renderer.close(), Role.FORCED)
+      cut = MalformedCall(text="", problem="message too long")
+      message = Message(calls=(cut,))
+    if message.final is not None:
+      problem = self._env.finish(message.final)
+      self._log("final", text=message.final[:500], problem=problem)
+      return StopReason.MALFORMED if problem else StopReason.ANSWERED
+    if config.nudge_mode == "vanish":
+      self._rewrite(lambda p: p.key == _NUDGE, "notice")
+    await self._observe(message)
+    return None
+
+  async def _observe(self, message: Message) -> None:
+    """Executes a turn's calls and appends what comes back."""
+    observations = await self._execute(message)
+    gone = {key for o in observations for key in o.remove}
+    if gone:
+      self._rewrite(lambda p: p.key in gone, "prune")
+    append, renderer = self._context.append, self._renderer
+    append(renderer.open_tool(), Role.FORCED)
+    for observation in observations:
+      for block in observation.blocks:
+        append(renderer.text(block.text), Role.TOOL, key=block.key)
+    config, used = self._config, len(self._context)
+    append(renderer.usage(used, config.token_budget), Role.TOOL)
+    if self._training and used >= config.soft_threshold:
+      append(renderer.text(config.nudge), Role.TOOL, key=_NUDGE)
+      self._log("notice", used=used)
+    append([*renderer.close(), *renderer.open_turn()], Role.FORCED)
+
+  async def _execute(self, message: Message) -> list[Observation]:
+    over = len(self._context) >= self._config.hard_threshold
+    calls: list[ToolCall] = []
+    answers: list[Observation] = []
+    for call in message.calls:
+      if isinstance(call, MalformedCall):
+        self._log("malformed_call", text=call.text[:200], problem=call.problem)
+        answers.append(_refusal(f"error: {call.problem}"))
+      elif over and call.name != PRUNE:
+        self._log("refused_call", tool=call.name)
+        answers.append(_refusal("over budget: prune or answer"))
+      else:
+        calls.append(call)
+    if not calls:
+      return answers
+    left = self._config.token_budget - len(self._context)
+    budget = min(self._config.observation_tokens, left - _ANSWER_ROOM)
+    results = await self._env.execute(calls, max(budget, 0))
+    for call, result in zip(calls, results, strict=True):
+      kind = "malformed_call" if result.error else "tool_call"
+      self._log(
+        kind,
+        tool=call.name,
+        argument=call.argument[:200],
+        problem=result.error,
+        **result.data,
+      )
+    return answers + results
+
+  def _rewrite(self, leaves, reason: str) -> None:
+    if not any(leaves(p) for p in self._context.pieces):
+      return
+    rewrite = self._context.rewrite(leaves, reason)
+    self._log(
+      "rewrite",
+      reason=reason,
+      segment=rewrite.segment,
+      removed=[list(r) for r in rewrite.removed],
+    )
+
+  def _log(self, kind: str, **data: Any) -> None:
+    turn = max(self._turn - 1, 0)
+    self._events.append(Event(turn=turn, kind=kind, data=data))
+
+
+# Key of the nudge's block; no chunk id looks like it.
+_NUDGE = "\0nudge"
+
+# Tokens that observations leave free: the usage line, the nudge and an answer.
+_ANSWER_ROOM = 48
+
+
+def _refusal(text: str) -> Observation:
+  return Observation(blocks=(Block(text=text),), error=text)

@@ -1,0 +1,1 @@
+"""Messages as tokens: tokenizer, rendering and strict parsing. No jax."""

@@ -1,0 +1,1 @@
+"""Checkpoints: training state on disk."""

@@ -1,0 +1,128 @@
+"""One whole run: warm start, held-out score, RL, held-out score, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from arl_jax.evaluation import suites
+from arl_jax.evaluation.report import write_report
+from arl_jax.evaluation.statistics import paired_difference
+from arl_jax.observability import metrics
+from arl_jax.observability.progress import Progress
+from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.runtime.config import Config
+from arl_jax.runtime.problem import Problem
+from arl_jax.runtime.trainer import Trainer
+from arl_jax.types import Episode, Group, from_json, to_json
+
+Summary = dict[str, Any]
+
+
+def run_experiment(
+  config: Config,
+  problem: Problem,
+  run: RunDirectory,
+  progress: Progress,
+  *,
+  should_stop: Callable[[], bool],
+) -> Summary:
+  """Takes a run from where it stands to its report.
+
+  Args:
+    config: resolved.
+    problem: what is learned.
+    run: where everything is written.
+    progress: where it is shown.
+    should_stop: asked between updates and episodes.
+
+  Returns:
+    The summary: {"before" and "after": {metric: [mean, low, high]}, "seconds":
+    {phase: number}, "tokens_per_second": {role: number}}; also written as
+    `summary.json`, beside `trajectories.jsonl` and `report.html`.
+
+  Raises:
+    Interrupted: stopped, after a commit.
+    OSError: something could not be written.
+  """
+  trainer = Trainer(config, problem, run, progress, should_stop=should_stop)
+  warm, total = config.warm_start.steps, config.warm_start.steps + config.rl.steps
+  try:
+    trainer.warm_start()
+    before = _evaluate(trainer, run, f"before/{warm}")
+    trainer.reinforce()
+    after = _evaluate(trainer, run, f"after/{total}")
+  finally:
+    trainer.close()
+  seed = config.evaluation_seed
+  difference = paired_difference(_rewards(before), _rewards(after), seed=seed)
+  summary: Summary = {
+    "before": _scores(problem, before, seed),
+    "after": _scores(problem, after, seed),
+    "paired_reward_difference": difference.to_json(),
+    "seconds": {k: round(v, 1) for k, v in trainer.position.seconds.items()},
+    "tokens_per_second": _rates(trainer.position.tokens),
+  }
+  run.write_json("summary.json", summary)
+  write_report(
+    run.path / "report.html",
+    title=f"arl_jax: {run.path.name}",
+    config=dataclasses.asdict(config),
+    summary=summary,
+    metrics=metrics.read(run.path / "metrics.jsonl"),
+    episodes=list(zip(problem.heldout, after, strict=True))[
+      : config.report_episodes
+    ],
+    decode=problem.renderer.tokenizer.piece,
+  )
+  return summary
+
+
+def _evaluate(trainer: Trainer, run: RunDirectory, name: str) -> list[Episode]:
+  """Held-out episodes; read back if this run has rolled them out before."""
+  path = run.path / "trajectories.jsonl"
+  lines = path.read_text().splitlines() if path.is_file() else []
+  known = []
+  for line in lines:
+    group = from_json(json.loads(line))
+    if isinstance(group, Group) and group.group_id.startswith(name + "/"):
+      known.append(group.episodes[0])
+  tasks = trainer.problem.heldout
+  if len(known) == len(tasks):
+    return known
+  if name.startswith("before/") and trainer.position.rl:
+    raise ValueError(
+      f"{path} lacks the evaluation before RL, which can't be repeated now;"
+      " start anew with --overwrite"
+    )
+  episodes = trainer.evaluate(name.split("/")[0])
+  for task, episode in zip(tasks, episodes, strict=True):
+    group_id = f"{name}/{task.task_id}"
+    group = Group(group_id=group_id, task=task, episodes=(episode,))
+    lines.append(json.dumps(to_json(group)))
+  run.write_text(path.name, "\n".join(lines) + "\n")
+  return episodes
+
+
+def _scores(problem: Problem, episodes: Sequence[Episode], seed: int):
+  scores = suites.score(problem.heldout, episodes, seed=seed)
+  return {metric: interval.to_json() for metric, interval in scores.items()}
+
+
+def _rewards(episodes: Sequence[Episode]) -> list[float]:
+  return [e.reward.total for e in episodes if e.reward is not None]
+
+
+def _rates(tokens: Mapping[str, float]) -> dict[str, float]:
+  """Tokens per second of rollouts (all phases) and of the learner."""
+  rates = {}
+  for name, clock in (
+    ("rollout_sampled", "rollout_seconds"),
+    ("rollout_prefilled", "rollout_seconds"),
+    ("learner", "learner_seconds"),
+  ):
+    if tokens.get(clock):
+      rates[name] = round(tokens[name] / tokens[clock], 1)
+  return rates

@@ -1,0 +1,1 @@
+"""The learner: groups of episodes in, one update out."""

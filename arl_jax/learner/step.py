@@ -1,0 +1,198 @@
+"""One update: microbatches summed, divided once by global counts."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from arl_jax.learner.packing import TokenBatch
+from arl_jax.learner.state import TrainState
+from arl_jax.losses.policy import reduce
+from arl_jax.model import mtp, transformer
+from arl_jax.model.config import ModelConfig
+from arl_jax.types import LossFn
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class StepConfig:
+  """Weights of the terms beside the policy loss.
+
+  Attributes:
+    balance_weight: of the routers' load-balance loss.
+    mtp_weight: of the MTP module's distillation; its gradient reaches the
+      module only. 0 leaves the module as it is.
+    mtp_share: of each microbatch's rows that the module learns from.
+    clip_norm: largest global norm of the gradient.
+  """
+
+  balance_weight: float = 1e-3
+  mtp_weight: float = 1.0
+  mtp_share: float = 0.25
+  clip_norm: float = 1.0
+
+
+def make_train_step(
+  model: ModelConfig,
+  tx: optax.GradientTransformation,
+  loss_fn: LossFn,
+  config: StepConfig,
+) -> Callable[[TrainState, TokenBatch], tuple[TrainState, Metrics]]:
+  """Builds `train_step(state, batch) -> (state, metrics)`, jitted, donated.
+
+  Gradients of every term are sums over tokens, added up over the microbatches
+  and divided once by that term's count in the whole batch: the result doesn't
+  depend on how the batch was cut. An update whose gradient isn't finite is
+  skipped and counted. Metrics are means, also over the whole batch.
+  """
+
+  def train_step(
+    state: TrainState, batch: TokenBatch
+  ) -> tuple[TrainState, Metrics]:
+    denominators = _counts(batch, config)
+
+    def microbatch(i, carry):
+      gradient, sums = carry
+      part = jax.tree.map(lambda x: x[i] if x.ndim else x, batch)
+      grad, more = jax.grad(_numerators, has_aux=True)(
+        state.params, model, loss_fn, config, part, denominators
+      )
+      return jax.tree.map(jnp.add, (gradient, sums), (grad, more))
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    sums = {name: jnp.zeros(()) for name in _SUMS}
+    gradient, sums = jax.lax.fori_loop(
+      0, batch.microbatches, microbatch, (zeros, sums)
+    )
+    norm = optax.global_norm(gradient)
+    finite = jnp.isfinite(norm)
+    scale = jnp.minimum(1.0, config.clip_norm / (norm + 1e-12))
+    gradient = jax.tree.map(lambda g: g * scale, gradient)
+    updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep_finite(new, old):
+      return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    new_state = TrainState(
+      params=keep_finite(params, state.params),
+      opt_state=keep_finite(opt_state, state.opt_state),
+      step=state.step + 1,
+      version=state.version,
+      skipped=state.skipped + jnp.where(finite, 0, 1),
+    )
+    return new_state, _metrics(sums, denominators, norm, new_state)
+
+  return jax.jit(train_step, donate_argnums=0)
+
+
+# Sums over tokens that the metrics are made from.
+_SUMS = (
+  "loss",
+  "entropy",
+  "ratio",
+  "clipped",
+  "gap",
+  "k2",
+  "balance",
+  "mtp",
+  "mtp_agree",
+)
+
+
+def _mtp_rows(rows: int, config: StepConfig) -> int:
+  return max(1, round(rows * config.mtp_share))
+
+
+def _counts(batch: TokenBatch, config: StepConfig) -> Mapping[str, jax.Array]:
+  """Denominator of each term, over the whole batch; at least 1."""
+  rows = _mtp_rows(batch.ids.shape[1], config)
+  seg, mask = batch.segment_ids[:, :rows], batch.mask[:, :rows]
+  drafted = (seg[..., :-2] == seg[..., 2:]) & mask[..., 2:]
+  counts = {
+    "trained": batch.mask.sum(),
+    "real": (batch.segment_ids > 0).sum(),
+    "drafted": drafted.sum(),
+  }
+  return {k: jnp.maximum(v, 1).astype(jnp.float32) for k, v in counts.items()}
+
+
+def _numerators(params, model, loss_fn, config, part, denominators):
+  """Loss of a microbatch, already over global counts, and metric sums."""
+  positions = transformer.segment_positions(part.segment_ids)
+  hidden, record = transformer.hidden_states(
+    params, model, part.ids, positions, part.segment_ids
+  )
+  logp, entropy = transformer.logprobs_from_hidden(
+    params,
+    hidden,
+    part.ids,
+    part.segment_ids,
+    temperature=part.temperature,
+    wanted=part.mask,
+  )
+  per_token, stats = loss_fn(
+    logp, part.behaviour_logp, part.advantage, part.mask
+  )
+  numerator, _ = reduce(per_token, part.mask)
+  total = numerator / denominators["trained"]
+  balance = _balance(record, part.segment_ids)
+  total += config.balance_weight * balance / denominators["real"]
+  drafted = jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
+  if model.mtp_heads and config.mtp_weight:
+    rows = slice(0, _mtp_rows(part.ids.shape[0], config))
+    drafted = mtp.distillation(
+      params,
+      model,
+      hidden[rows],
+      part.ids[rows],
+      positions[rows],
+      part.segment_ids[rows],
+      part.mask[rows],
+    )
+    total += config.mtp_weight * drafted[0] / denominators["drafted"]
+  difference = jnp.where(part.mask, logp - part.behaviour_logp, 0.0)
+  sums = {
+    "loss": numerator,
+    "entropy": jnp.where(part.mask, entropy, 0.0).sum(),
+    "ratio": stats["ratio"].sum(),
+    "clipped": stats["clipped"].sum(),
+    "gap": jnp.abs(difference).sum(),
+    "k2": 0.5 * (difference**2).sum(),
+    "balance": balance,
+    "mtp": drafted[0],
+    "mtp_agree": drafted[2],
+  }
+  return total, jax.lax.stop_gradient(sums)
+
+
+def _balance(record: Mapping[str, jax.Array], segment_ids: jax.Array):
+  """Σ_e f_e P_e of each row, times its tokens, mean over layers.
+
+  f is the share of choices that fell on expert e, scaled to 1 when even, P its
+  mean probability: 1 at perfect balance (DeepSeek-V3, arXiv 2412.19437,
+  eq. 17, with rows as sequences).
+  """
+  real = (segment_ids > 0).astype(jnp.float32)[..., None, None]
+  tokens = jnp.maximum(real.sum(1), 1.0)
+  chosen = record["chosen"]
+  experts = chosen.shape[-1]
+  k = record["experts"].shape[-1]
+  share = (chosen * real).sum(1) / tokens * experts / k
+  probability = (record["probabilities"] * real).sum(1) / tokens
+  return ((share * probability).sum(-1).mean(-1) * real.sum((1, 2, 3))).sum()
+
+
+def _metrics(sums, denominators, norm, state: TrainState) -> Metrics:
+  per_trained = ("loss", "entropy", "ratio", "clipped", "gap", "k2")
+  metrics = {k: sums[k] / denominators["trained"] for k in per_trained}
+  metrics["balance"] = sums["balance"] / denominators["real"]
+  metrics["mtp_loss"] = sums["mtp"] / denominators["drafted"]
+  metrics["mtp_agreement"] = sums["mtp_agree"] / denominators["drafted"]
+  metrics["grad_norm"] = norm
+  metrics["skipped"] = state.skipped.astype(jnp.float32)
+  return metrics

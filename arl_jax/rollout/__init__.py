@@ -1,0 +1,1 @@
+"""Sampling from policies: engine, client and (later) server."""

@@ -1,0 +1,243 @@
+"""The configuration of a run; every field is a flag (--config.rl.steps=10)."""
+
+import dataclasses
+
+from arl_jax.agents.harness import AgentConfig
+from arl_jax.agents.scripted import ScriptConfig
+from arl_jax.learner.state import OptimizerConfig
+from arl_jax.learner.step import StepConfig
+from arl_jax.model.config import ModelConfig
+from arl_jax.rollout.engine import EngineConfig
+
+
+def _make(cls, **values):
+  return dataclasses.field(default_factory=lambda: cls(**values))
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CorpusConfig:
+  """What is searched.
+
+  Attributes:
+    path: folder of .txt, .md and .rst files; empty takes the Python language
+      reference and the docstrings of the standard library.
+    chunk_tokens: of a chunk at most.
+    vocab_size: of the tokenizer trained on it.
+  """
+
+  path: str = ""
+  chunk_tokens: int = 128
+  vocab_size: int = 3072
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TaskConfig:
+  """Tasks made from the corpus.
+
+  Attributes:
+    train: number of tasks.
+    heldout: number of tasks, from documents that no training task uses.
+    clue_words: words of a clue.
+    hops: clues of a task.
+  """
+
+  train: int = 3000
+  heldout: int = 256
+  clue_words: int = 3
+  hops: int = 2
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class SearchConfig:
+  """The search environment and its reward.
+
+  Attributes:
+    handles: chunk ids an episode can give out, a token each.
+    results: chunks a search returns at most.
+    snippet_tokens: of a chunk that a result shows at most.
+    grep_limit: chunks a grep returns at most.
+    max_answer: ids in the final answer at most.
+    beta: of F_β; recall weighs β² as much as precision.
+  """
+
+  handles: int = 48
+  results: int = 3
+  snippet_tokens: int = 14
+  grep_limit: int = 3
+  max_answer: int = 6
+  beta: float = 4.0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+  """Supervised training on the scripted searcher's episodes.
+
+  Attributes:
+    episodes: demonstrations, one a training task, then a second, and so on.
+    steps: updates.
+    batch_rows: rows of an update.
+    openings: share of the updates, at the start, that see only the first turn
+      of each episode: copying from the question forms there.
+    optimizer: of this phase.
+  """
+
+  episodes: int = 3000
+  steps: int = 300
+  batch_rows: int = 16
+  openings: float = 0.4
+  optimizer: OptimizerConfig = _make(OptimizerConfig)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class RLConfig:
+  """On-policy reinforcement learning.
+
+  Attributes:
+    steps: each samples groups with the newest weights and publishes new ones.
+    tasks_per_step: groups.
+    group_size: rollouts of a task, at least 2.
+    substeps: updates on each step's rollouts; the behaviour log-prob stays the
+      one recorded at sampling, so that later substeps are off-policy by ρ.
+    loss: "cispo", "grpo" or "policy_gradient".
+    baseline: of the group, "mean" or "leave_one_out".
+    normalise_std: also divide advantages by the group's standard deviation.
+    optimizer: of this phase.
+  """
+
+  steps: int = 60
+  tasks_per_step: int = 8
+  group_size: int = 8
+  substeps: int = 1
+  loss: str = "cispo"
+  baseline: str = "mean"
+  normalise_std: bool = False
+  optimizer: OptimizerConfig = _make(OptimizerConfig)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class LearnerConfig:
+  """Shapes of an update.
+
+  Attributes:
+    row_length: tokens a row holds; segments are packed into rows.
+    microbatch_rows: rows computed at once.
+    step: loss terms beside the policy's.
+  """
+
+  row_length: int = 512
+  microbatch_rows: int = 8
+  step: StepConfig = _make(StepConfig)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Config:
+  """Everything a run is made from.
+
+  Attributes:
+    seed: of tasks, parameters, demonstrations and rollouts.
+    run_dir: where the run leaves its files.
+    smoke: reduces every size, to see in a minute that all parts work.
+    checkpoint_every: updates between checkpoints, besides those at the end of
+      each phase and on interruption.
+    keep_checkpoints: newest ones kept.
+    evaluation_seed: of held-out rollouts, the same before and after.
+    report_episodes: whole trajectories shown in the report.
+  """
+
+  seed: int = 0
+  run_dir: str = "runs/quickstart"
+  smoke: bool = False
+  checkpoint_every: int = 50
+  keep_checkpoints: int = 3
+  evaluation_seed: int = 1234
+  report_episodes: int = 4
+  corpus: CorpusConfig = _make(CorpusConfig)
+  tasks: TaskConfig = _make(TaskConfig)
+  search: SearchConfig = _make(SearchConfig)
+  agent: AgentConfig = _make(AgentConfig)
+  script: ScriptConfig = _make(ScriptConfig)
+  model: ModelConfig = _make(ModelConfig)
+  engine: EngineConfig = _make(EngineConfig)
+  learner: LearnerConfig = _make(LearnerConfig)
+  warm_start: WarmStartConfig = _make(WarmStartConfig)
+  rl: RLConfig = _make(RLConfig)
+
+  def resolve(self) -> None:
+    """Applies `smoke` and checks every field.
+
+    Raises:
+      ValueError: names the field, its value and what would be right.
+    """
+    if self.smoke:
+      self._reduce()
+    self.agent.validate()
+    self.model.validate()
+    self.engine.validate()
+    for name in _AT_LEAST_ONE:
+      value = _field(self, name)
+      if value < 1:
+        raise ValueError(f"{name} is {value}, not >= 1")
+    if self.rl.group_size < 2:
+      raise ValueError(
+        f"rl.group_size is {self.rl.group_size}, not >= 2: a rollout alone has"
+        " nothing to be compared with"
+      )
+    for name in ("warm_start.steps", "rl.steps"):
+      if _field(self, name) < 0:
+        raise ValueError(f"{name} is {_field(self, name)}, not >= 0")
+    if self.agent.token_budget + 1 > self.learner.row_length:
+      raise ValueError(
+        f"learner.row_length {self.learner.row_length} can't hold a context of"
+        f" agent.token_budget {self.agent.token_budget}; raise it"
+      )
+    if not 0 <= self.warm_start.openings <= 1:
+      raise ValueError(
+        f"warm_start.openings is {self.warm_start.openings}, not in 0..1"
+      )
+
+  def _reduce(self) -> None:
+    """Smaller sizes; what is smaller already stays."""
+    for name, most in _SMOKE.items():
+      *path, last = name.split(".")
+      owner = _field(self, ".".join(path)) if path else self
+      setattr(owner, last, min(getattr(owner, last), most))
+
+
+_SMOKE = {
+  "tasks.train": 64,
+  "tasks.heldout": 24,
+  "warm_start.episodes": 64,
+  "warm_start.steps": 6,
+  "warm_start.batch_rows": 8,
+  "rl.steps": 2,
+  "rl.tasks_per_step": 2,
+  "rl.group_size": 4,
+  "engine.max_concurrent_decodes": 16,
+  "engine.prefill_rows": 8,
+  "model.width": 32,
+  "model.head_dim": 8,
+  "model.expert_width": 32,
+  "checkpoint_every": 2,
+}
+
+_AT_LEAST_ONE = (
+  "checkpoint_every",
+  "keep_checkpoints",
+  "corpus.chunk_tokens",
+  "tasks.train",
+  "tasks.heldout",
+  "tasks.clue_words",
+  "tasks.hops",
+  "search.handles",
+  "warm_start.episodes",
+  "warm_start.batch_rows",
+  "rl.tasks_per_step",
+  "rl.substeps",
+  "learner.microbatch_rows",
+)
+
+
+def _field(config, path: str):
+  for name in path.split("."):
+    config = getattr(config, name)
+  return config

@@ -1,0 +1,419 @@
+"""The single-process run: warm start, then on-policy RL, with checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from arl_jax import losses
+from arl_jax.agents.harness import derive_seed
+from arl_jax.checkpoints.store import CheckpointStore
+from arl_jax.data import sft
+from arl_jax.learner import packing
+from arl_jax.learner.state import TrainState, create, optimizer, with_optimizer
+from arl_jax.learner.step import make_train_step
+from arl_jax.model.config import ModelConfig
+from arl_jax.observability.metrics import MetricsWriter
+from arl_jax.observability.progress import Progress
+from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.rollout.client import LocalClient
+from arl_jax.rollout.engine import Engine
+from arl_jax.runtime.actor import Interrupted, Job, run_jobs
+from arl_jax.runtime.config import Config
+from arl_jax.runtime.problem import Problem
+from arl_jax.types import Episode, Group, Segment, Task
+
+_LOSSES = {
+  "cispo": losses.cispo,
+  "grpo": losses.grpo,
+  "policy_gradient": losses.policy_gradient,
+}
+
+# Share of a row that batches of demonstrations are planned to fill.
+_FILL = 0.93
+
+
+@dataclasses.dataclass(slots=True)
+class Position:
+  """Where a run is; part of every commit.
+
+  Attributes:
+    warm_start: updates done.
+    rl: steps done.
+    seconds: spent in each phase.
+    tokens: by kind, with the seconds they took under "<kind>_seconds".
+  """
+
+  warm_start: int = 0
+  rl: int = 0
+  seconds: dict[str, float] = dataclasses.field(
+    default_factory=lambda: defaultdict(float)
+  )
+  tokens: dict[str, float] = dataclasses.field(
+    default_factory=lambda: defaultdict(float)
+  )
+
+  @property
+  def number(self) -> int:
+    return self.warm_start + self.rl
+
+
+class Trainer:
+  """Holds the state of one run and takes it through its phases.
+
+  Every random choice is derived from the configured seed and the position, so
+  that a run resumed from a commit goes on as if it had not stopped.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    problem: Problem,
+    run: RunDirectory,
+    progress: Progress,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+  ):
+    if config.rl.loss not in _LOSSES:
+      raise ValueError(
+        f"rl.loss is {config.rl.loss!r}, none of {sorted(_LOSSES)}"
+      )
+    self.config, self.problem = config, problem
+    self._progress, self._should_stop = progress, should_stop
+    vocab_size = problem.renderer.tokenizer.vocab_size
+    self.model: ModelConfig = dataclasses.replace(
+      config.model, vocab_size=vocab_size
+    )
+    self.position = Position()
+    self._store = CheckpointStore(
+      run.path / "checkpoints", keep=config.keep_checkpoints
+    )
+    self._transform = optimizer(config.warm_start.optimizer)
+    self.state: TrainState = create(
+      self.model, self._transform, jax.random.key(config.seed)
+    )
+    if run.resumed and self._store.newest is not None:
+      self._restore()
+    self._metrics = MetricsWriter(run.path, keep=self._is_past)
+    self._engine = Engine(
+      self.model,
+      self.state.params,
+      config.engine,
+      max_length=config.agent.token_budget + 1,
+    )
+
+  def close(self) -> None:
+    self._metrics.close()
+    self._store.close()
+
+  def _restore(self) -> None:
+    # Both phases' optimizers have a state of the same structure.
+    self.state, record = self._store.restore(self.state)
+    self.position = Position(
+      warm_start=record["warm_start"],
+      rl=record["rl"],
+      seconds=defaultdict(float, record["seconds"]),
+      tokens=defaultdict(float, record["tokens"]),
+    )
+    if self.position.rl:
+      self._transform = optimizer(self.config.rl.optimizer)
+
+  def _is_past(self, line: dict[str, Any]) -> bool:
+    done = {"warm_start": self.position.warm_start, "rl": self.position.rl}
+    return line["step"] <= done.get(line["phase"], 0)
+
+  def commit(self) -> None:
+    """Writes state and position. Raises OSError if that fails."""
+    at = self.position
+    record = {
+      "warm_start": at.warm_start,
+      "rl": at.rl,
+      "seconds": dict(at.seconds),
+      "tokens": dict(at.tokens),
+    }
+    self._store.save(self.position.number, self.state, record)
+
+  def _check_stop(self) -> None:
+    """Commits and raises `Interrupted` if the run was asked to stop."""
+    if self._should_stop():
+      self.commit()
+      raise Interrupted
+
+  # Warm start.
+
+  def warm_start(self) -> None:
+    """Supervised training on demonstrations, up to the configured updates."""
+    config, steps = self.config.warm_start, self.config.warm_start.steps
+    if self.position.warm_start >= steps or self.position.rl:
+      return
+    began = time.monotonic()
+    demonstrations = self._demonstrate()
+    self.position.seconds["demonstrations"] = time.monotonic() - began
+    train_step = make_train_step(
+      self.model,
+      self._transform,
+      losses.policy_gradient,
+      self.config.learner.step,
+    )
+    self._progress.phase("warm start", steps, start=self.position.warm_start)
+    began = time.monotonic()
+    plan = self._warm_start_batches(demonstrations)
+    for step, segments in enumerate(plan, 1):
+      if step <= self.position.warm_start:
+        continue
+      self._check_stop()
+      values = self._update(train_step, segments, [1.0] * len(segments))
+      now = time.monotonic()
+      self.position.seconds["warm_start"] += now - began
+      began = now
+      self.position.warm_start = step
+      self._metrics.write(step, "warm_start", values)
+      self._progress.update(step, loss=values["loss"])
+      if step % self.config.checkpoint_every == 0 and step < steps:
+        self.commit()
+    self._publish()
+    self.commit()
+
+  def _warm_start_batches(self, demonstrations: list[Episode]):
+    config = self.config.warm_start
+    tokens = int(config.batch_rows * self.config.learner.row_length * _FILL)
+    segments = sft.segments_of(demonstrations)
+    openings = [sft.opening(s) for s in segments if s.parent is None]
+    short = round(config.steps * config.openings)
+    for name, pool, steps in (
+      ("openings", openings, short),
+      ("whole", segments, config.steps - short),
+    ):
+      seed = derive_seed(self.config.seed, name)
+      yield from sft.batches(pool, tokens=tokens, steps=steps, seed=seed)
+
+  def _demonstrate(self) -> list[Episode]:
+    """The scripted player's episodes, as the harness records them."""
+    tasks, total = self.problem.train, self.config.warm_start.episodes
+    jobs = []
+    for i in range(total):
+      task = tasks[i % len(tasks)]
+      index = i // len(tasks)
+      seed = derive_seed(self.config.seed, "script", task.task_id, index)
+      jobs.append(Job(task=task, rollout_index=index, seed=seed))
+    self._progress.phase("demonstrations", total)
+    episodes = self._run(
+      run_jobs(
+        jobs,
+        self.problem,
+        lambda job: self.problem.demonstrator(job.task, job.seed),
+        self.config.agent,
+        concurrency=64,
+        training=True,
+        on_done=self._progress.update,
+        should_stop=self._should_stop,
+      )
+    )
+    return [e for e in episodes if e is not None]
+
+  # Reinforcement learning.
+
+  def reinforce(self) -> None:
+    """On-policy steps: rollouts, groups, updates, publication."""
+    config = self.config.rl
+    if self.position.rl >= config.steps:
+      return
+    if self.position.rl == 0:
+      self._transform = optimizer(config.optimizer)
+      self.state = with_optimizer(
+        self.state.params, self._transform, int(self.state.version)
+      )
+    train_step = make_train_step(
+      self.model,
+      self._transform,
+      _LOSSES[config.loss],
+      self.config.learner.step,
+    )
+    self._progress.phase("rl", config.steps, start=self.position.rl)
+    for step in range(self.position.rl + 1, config.steps + 1):
+      self._check_stop()
+      began = time.monotonic()
+      values = self._rl_step(step, train_step)
+      self.position.seconds["rl"] += time.monotonic() - began
+      self.position.rl = step
+      self._metrics.write(step, "rl", values)
+      self._progress.update(
+        step, reward=values["reward"], turns=values["turns"]
+      )
+      if step % self.config.checkpoint_every == 0 and step < config.steps:
+        self.commit()
+    self.commit()
+
+  def _rl_step(self, step: int, train_step) -> dict[str, float]:
+    groups = self._rollout_groups(step)
+    kept = [g for g in groups if losses.has_signal(g.rewards)]
+    episodes = [e for g in groups for e in g.episodes]
+    values = _rollout_metrics(episodes)
+    values["groups_without_signal"] = 1 - len(kept) / max(len(groups), 1)
+    segments: list[Segment] = []
+    advantages: list[float] = []
+    for group in kept:
+      advantage = losses.group_advantages(
+        group.rewards,
+        baseline=self.config.rl.baseline,
+        normalise_std=self.config.rl.normalise_std,
+      )
+      # Every sampled token of every segment gets its rollout's advantage.
+      for episode, value in zip(group.episodes, advantage, strict=True):
+        segments += episode.segments
+        advantages += [float(value)] * len(episode.segments)
+    if any(s.trained.any() for s in segments):
+      for _ in range(self.config.rl.substeps):
+        values |= self._update(train_step, segments, advantages)
+      self._publish()
+    return values
+
+  def _rollout_groups(self, step: int) -> list[Group]:
+    config, tasks = self.config.rl, self.problem.train
+    chosen = [
+      self._task_at((step - 1) * config.tasks_per_step + i)
+      for i in range(min(config.tasks_per_step, len(tasks)))
+    ]
+    version = int(self.state.version)
+    jobs = [
+      Job(
+        task=task,
+        rollout_index=i,
+        seed=derive_seed(self.config.seed, task.task_id, i, version),
+      )
+      for task in chosen
+      for i in range(config.group_size)
+    ]
+    episodes = self.rollout(jobs, training=True)
+    groups = []
+    for n, task in enumerate(chosen):
+      members = episodes[n * config.group_size : (n + 1) * config.group_size]
+      whole = tuple(e for e in members if e is not None)
+      if len(whole) >= 2:
+        group_id = f"{step}/{task.task_id}"
+        groups.append(Group(group_id=group_id, task=task, episodes=whole))
+    return groups
+
+  def _task_at(self, number: int) -> Task:
+    """The n-th task to train on: shuffled anew each epoch, none twice in it."""
+    tasks = self.problem.train
+    epoch, index = divmod(number, len(tasks))
+    random = np.random.default_rng(derive_seed(self.config.seed, "rl", epoch))
+    return tasks[int(random.permutation(len(tasks))[index])]
+
+  # Shared by the phases.
+
+  def rollout(
+    self,
+    jobs: Sequence[Job],
+    *,
+    training: bool,
+    on_done: Callable[[int], None] = lambda done: None,
+  ) -> list[Episode | None]:
+    """Rolls out jobs with the published weights."""
+    began = time.monotonic()
+
+    async def run() -> tuple[list[Episode | None], LocalClient]:
+      async with LocalClient(self._engine) as client:
+        episodes = await run_jobs(
+          jobs,
+          self.problem,
+          lambda job: client,
+          self.config.agent,
+          concurrency=self.config.engine.max_concurrent_decodes,
+          training=training,
+          on_done=on_done,
+          should_stop=self._should_stop,
+        )
+        return episodes, client
+
+    self._engine.update_weights(self.state.params, int(self.state.version))
+    episodes, client = self._run(run())
+    tokens = self.position.tokens
+    tokens["rollout_sampled"] += client.sampled_tokens
+    tokens["rollout_prefilled"] += client.prefilled_tokens
+    tokens["rollout_seconds"] += time.monotonic() - began
+    return episodes
+
+  def _run(self, work):
+    """Runs a coroutine; an interruption commits what was reached before."""
+    try:
+      return asyncio.run(work)
+    except Interrupted:
+      self.commit()
+      raise
+
+  def evaluate(self, name: str) -> list[Episode]:
+    """One rollout of every held-out task; always the same seeds.
+
+    Raises:
+      RuntimeError: an episode's infrastructure failed for good, so that the
+        comparison would not be of the same tasks.
+    """
+    tasks = self.problem.heldout
+    jobs = [
+      Job(
+        task=task,
+        rollout_index=0,
+        seed=derive_seed(self.config.evaluation_seed, task.task_id),
+      )
+      for task in tasks
+    ]
+    self._progress.phase(f"evaluation {name}", len(jobs))
+    began = time.monotonic()
+    episodes = self.rollout(
+      jobs, training=False, on_done=self._progress.update
+    )
+    self.position.seconds[f"evaluation_{name}"] = time.monotonic() - began
+    whole = [e for e in episodes if e is not None]
+    if len(whole) < len(tasks):
+      raise RuntimeError(
+        f"{len(tasks) - len(whole)} held-out episodes could not be rolled out;"
+        " see the log"
+      )
+    return whole
+
+  def _publish(self) -> None:
+    """Makes the parameters the next policy version."""
+    self.state = self.state.replace(version=self.state.version + 1)
+
+  def _update(
+    self, train_step, segments: Sequence[Segment], advantages: Sequence[float]
+  ) -> dict[str, float]:
+    began = time.monotonic()
+    batch, packed = packing.pack(
+      segments,
+      advantages,
+      row_length=self.config.learner.row_length,
+      microbatch_rows=self.config.learner.microbatch_rows,
+    )
+    self.state, metrics = train_step(self.state, batch)
+    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    seconds = time.monotonic() - began
+    self.position.tokens["learner"] += packed.tokens
+    self.position.tokens["learner_seconds"] += seconds
+    values["packing_fill"] = packed.fill
+    values["trained_tokens"] = float(packed.trained_tokens)
+    values["tokens_per_second"] = packed.tokens / seconds
+    return values
+
+
+def _rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+  """Means over the episodes of one step."""
+  parts: dict[str, list[float]] = defaultdict(list)
+  for episode in episodes:
+    assert episode.reward is not None
+    parts["reward"].append(episode.reward.total)
+    for name, value in episode.reward.parts.items():
+      parts[f"reward_{name}"].append(value)
+    parts["turns"].append(episode.turns)
+    parts["segments"].append(len(episode.segments))
+    parts["sampled_tokens"].append(episode.trained_tokens)
+  return {name: float(np.mean(values)) for name, values in parts.items()}

@@ -1,0 +1,12 @@
+"""A self-editing search agent, trained on real text in minutes on a CPU.
+
+Command:   make quickstart
+Hardware:  2 CPU cores, 2 GiB of memory
+"""
+
+from arl_jax.runtime.config import Config
+
+
+def get_config() -> Config:
+  """See the fields of `Config`; every one is a flag."""
+  return Config()

@@ -1,0 +1,1 @@
+"""Programs: absl mains over the library."""
