@@ -159,7 +159,7 @@ class Event:
   Attributes:
     turn: turn of the policy it belongs to, from 0.
     kind: "tool_call", "malformed_call", "refused_call", "notice", "rewrite",
-      "final".
+      "final", "cut".
     data: JSON values.
   """
 

@@ -43,12 +43,12 @@ class AgentConfig:
     temperature: of sampling, > 0.
   """
 
-  token_budget: int = 448
-  soft_threshold: int = 224
-  hard_threshold: int = 336
-  max_turns: int = 10
-  message_tokens: int = 40
-  observation_tokens: int = 96
+  token_budget: int = 320
+  soft_threshold: int = 160
+  hard_threshold: int = 240
+  max_turns: int = 8
+  message_tokens: int = 24
+  observation_tokens: int = 72
   nudge: str = "prune or answer"
   nudge_mode: str = "append"
   temperature: float = 1.0
@@ -183,26 +183,53 @@ class _Run:
       return StopReason.MALFORMED if problem else StopReason.ANSWERED
     if config.nudge_mode == "vanish":
       self._rewrite(lambda p: p.key == _NUDGE, "notice")
-    await self._observe(message)
-    return None
+    return await self._observe(message)
 
-  async def _observe(self, message: Message) -> None:
-    """Executes a turn's calls and appends what comes back."""
+  async def _observe(self, message: Message) -> StopReason | None:
+    """Executes a turn's calls and appends what comes back.
+
+    Whatever tools return, the context stays within its budget: blocks that no
+    longer fit are left out, as are all of them if not even a reply would fit.
+    """
     observations = await self._execute(message)
     gone = {key for o in observations for key in o.remove}
     if gone:
       self._rewrite(lambda p: p.key in gone, "prune")
-    append, renderer = self._context.append, self._renderer
+    append, renderer, config = self._context.append, self._renderer, self._config
+    room = self._room()
+    if room < 0:
+      return StopReason.CONTEXT_FULL
     append(renderer.open_tool(), Role.FORCED)
-    for observation in observations:
-      for block in observation.blocks:
-        append(renderer.text(block.text), Role.TOOL, key=block.key)
-    config, used = self._config, len(self._context)
+    for block in (b for o in observations for b in o.blocks):
+      ids = renderer.text(block.text)
+      if len(ids) > room:
+        self._log("cut", tokens=len(ids), room=room)
+        break
+      room -= len(ids)
+      append(ids, Role.TOOL, key=block.key)
+    used = len(self._context)
     append(renderer.usage(used, config.token_budget), Role.TOOL)
     if self._training and used >= config.soft_threshold:
       append(renderer.text(config.nudge), Role.TOOL, key=_NUDGE)
       self._log("notice", used=used)
     append([*renderer.close(), *renderer.open_turn()], Role.FORCED)
+    return None
+
+  def _room(self) -> int:
+    """Tokens that an observation may still add; negative if none fits.
+
+    What is left holds the marks around it, the usage line, the nudge and a
+    reply of `_REPLY_TOKENS`.
+    """
+    renderer, budget = self._renderer, self._config.token_budget
+    around = [
+      *renderer.open_tool(),
+      *renderer.usage(budget, budget),
+      *renderer.text(self._config.nudge),
+      *renderer.close(),
+      *renderer.open_turn(),
+    ]
+    return budget - len(self._context) - len(around) - _REPLY_TOKENS
 
   async def _execute(self, message: Message) -> list[Observation]:
     over = len(self._context) >= self._config.hard_threshold
@@ -219,8 +246,7 @@ class _Run:
         calls.append(call)
     if not calls:
       return answers
-    left = self._config.token_budget - len(self._context)
-    budget = min(self._config.observation_tokens, left - _ANSWER_ROOM)
+    budget = min(self._config.observation_tokens, self._room())
     results = await self._env.execute(calls, max(budget, 0))
     for call, result in zip(calls, results, strict=True):
       kind = "malformed_call" if result.error else "tool_call"
@@ -252,8 +278,8 @@ class _Run:
 # Key of the nudge's block; no chunk id looks like it.
 _NUDGE = "\0nudge"
 
-# Tokens that observations leave free: the usage line, the nudge and an answer.
-_ANSWER_ROOM = 48
+# Tokens that observations leave free for the reply.
+_REPLY_TOKENS = 16
 
 
 def _refusal(text: str) -> Observation:

@@ -78,7 +78,11 @@ class ScriptedSearcher:
     seed: int,
     temperature: float = 1.0,
   ) -> Sample:
-    """See `types.PolicyClient`; log-probs are 0, the script is version 0."""
+    """See `types.PolicyClient`."""
+    return self.play(ids, max_tokens)
+
+  def play(self, ids: Sequence[int], max_tokens: int) -> Sample:
+    """The next message; log-probs are 0, the script is version 0."""
     in_view = [self._handles[i] for i in ids if i in self._handles]
     in_view = list(dict.fromkeys(in_view))
     self._turns += 1

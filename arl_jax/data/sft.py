@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from arl_jax.types import Episode, Segment
+from arl_jax.agents.context import Context
+from arl_jax.chat.renderer import Renderer
+from arl_jax.types import Episode, Role, Sample, Segment
 
 
 def segments_of(episodes: Sequence[Episode]) -> list[Segment]:
@@ -15,46 +16,52 @@ def segments_of(episodes: Sequence[Episode]) -> list[Segment]:
   return [s for e in episodes for s in e.segments if s.trained.any()]
 
 
-def opening(segment: Segment) -> Segment:
-  """The segment up to the end of its first sampled message."""
-  sampled = np.flatnonzero(segment.sampled)
-  breaks = np.flatnonzero(np.diff(sampled) > 1)
-  end = int(sampled[breaks[0]] if breaks.size else sampled[-1]) + 1
-  return dataclasses.replace(
-    segment,
-    ids=segment.ids[:end],
-    roles=segment.roles[:end],
-    sampled=segment.sampled[:end],
-    behaviour_logp=segment.behaviour_logp[:end],
-    policy_version=segment.policy_version[:end],
-    experts=None if segment.experts is None else segment.experts[:end],
-  )
+def openings(
+  questions: Iterator[str],
+  renderer: Renderer,
+  play: Callable[[str], Callable[[Sequence[int]], Sample]],
+) -> Iterator[Segment]:
+  """First turns on an endless stream of questions.
+
+  Short, and never the same twice: what a policy learns copying from, which a
+  fixed set of demonstrations lets it replace by memory.
+
+  Args:
+    questions: texts of prompts.
+    renderer: of the chat format.
+    play: makes a player for a question; it maps a context to a message.
+  """
+  for question in questions:
+    context = Context()
+    context.append(renderer.prompt(question), Role.PROMPT)
+    context.append(renderer.open_turn(), Role.FORCED)
+    context.append_sample(play(question)(context.ids))
+    yield from context.finish()
 
 
-def batches(
-  segments: Sequence[Segment], *, tokens: int, steps: int, seed: int
-) -> Iterator[list[Segment]]:
-  """`steps` batches, each of at least `tokens` tokens less one segment.
-
-  Segments come in a shuffled order, anew each epoch, determined by `seed`.
+def shuffled(segments: Sequence[Segment], seed: int) -> Iterator[Segment]:
+  """All of them in a random order, anew each epoch, without end.
 
   Raises:
-    ValueError: there are no segments.
+    ValueError: there are none.
   """
   if not segments:
     raise ValueError("there is no segment to train on")
-  order = _shuffled(len(segments), seed)
+  random = np.random.default_rng(seed)
+  while True:
+    for index in random.permutation(len(segments)):
+      yield segments[index]
+
+
+def batches(
+  segments: Iterator[Segment], *, tokens: int, steps: int
+) -> Iterator[list[Segment]]:
+  """`steps` batches, each of `tokens` tokens or up to one segment more."""
   for _ in range(steps):
     batch: list[Segment] = []
     total = 0
     while total < tokens:
-      segment = segments[next(order)]
+      segment = next(segments)
       batch.append(segment)
       total += len(segment)
     yield batch
-
-
-def _shuffled(n: int, seed: int) -> Iterator[int]:
-  random = np.random.default_rng(seed)
-  while True:
-    yield from random.permutation(n).tolist()

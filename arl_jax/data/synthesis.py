@@ -24,7 +24,7 @@ from arl_jax.envs.search import index as index_lib
 GENERATOR = "clues/1"
 
 _MIN_LETTERS = 4
-_MAX_WORD_TOKENS = 3
+_MAX_WORD_TOKENS = 1
 _MIN_FREQUENCY, _MAX_FREQUENCY_SHARE = 2, 0.02
 # In a small corpus the share would leave no word.
 _ALWAYS_ALLOWED_FREQUENCY = 4
@@ -86,7 +86,7 @@ def synthesise(
 
   Documents are shuffled by `seed` into the two splits. All chunks of a task's
   facts lie in documents of its split. A clue's words are distinct lower-case
-  words of one sentence, at least 4 letters and at most 3 tokens long, in 2
+  words of one sentence, at least 4 letters and one token long, in 2
   chunks to 2 % of the chunks (or 4); at most 3 chunks hold all of them, and a
   search for the clue gives one of these at rank 3 or better. The answer is in
   no chunk of another fact and not in the prompt.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import struct
 
 from arl_jax.model import transformer
@@ -33,44 +34,79 @@ class TrainState:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-  """AdamW with a linear warm-up and a linear decay.
+  """Optimizer with a linear warm-up and a linear decay.
 
   Attributes:
-    learning_rate: at the top.
-    warmup_steps: updates until then.
-    decay_steps: updates until `final_share` of it, warm-up included; 0 keeps
-      it constant.
+    name: "adamw", or "muon": orthogonalised momentum for the matrices of the
+      trunk (Muon, https://kellerjordan.github.io/posts/muon), AdamW for
+      embeddings, routers, stacked experts and vectors.
+    learning_rate: of AdamW, at the top.
+    muon_learning_rate: of Muon, at the top.
+    warmup_steps: updates until the top is reached.
+    decay_steps: updates until `final_share` of it is reached, warm-up
+      included; 0 keeps it constant.
     final_share: of the learning rate that remains.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
+    b1: decay of AdamW's first moment.
+    b2: decay of AdamW's second moment.
     weight_decay: decoupled.
-    clip_norm: largest global norm of a gradient.
   """
 
-  learning_rate: float = 1e-3
+  name: str = "adamw"
+  learning_rate: float = 3e-3
+  muon_learning_rate: float = 0.02
   warmup_steps: int = 20
   decay_steps: int = 0
   final_share: float = 0.1
   b1: float = 0.9
-  b2: float = 0.98
+  b2: float = 0.95
   weight_decay: float = 0.0
-  clip_norm: float = 1.0
+
+  def validate(self, where: str) -> None:
+    """Raises ValueError naming the field below `where` that can't be."""
+    if self.name not in ("adamw", "muon"):
+      raise ValueError(f"{where}.name is {self.name!r}, not 'adamw' or 'muon'")
+    if not self.learning_rate > 0:
+      raise ValueError(
+        f"{where}.learning_rate is {self.learning_rate}, not > 0"
+      )
 
 
 def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """AdamW; clipping is the train step's, which reports the norm as well."""
-  peak = config.learning_rate
-  warm = optax.linear_schedule(
-    peak / max(config.warmup_steps, 1), peak, config.warmup_steps
+  """A plain optax transform; clipping is the train step's, which reports it."""
+  adamw = optax.adamw(
+    _schedule(config, config.learning_rate),
+    b1=config.b1,
+    b2=config.b2,
+    weight_decay=config.weight_decay,
   )
-  rest = max(config.decay_steps - config.warmup_steps, 1)
+  if config.name == "adamw":
+    return adamw
+  muon = optax.contrib.muon(
+    _schedule(config, config.muon_learning_rate),
+    weight_decay=config.weight_decay,
+  )
+  return optax.partition({"muon": muon, "adamw": adamw}, _muon_labels)
+
+
+def _muon_labels(params: Any) -> Any:
+  """Which of the two optimizers each parameter belongs to."""
+
+  def label(path: Any, x: jax.Array) -> str:
+    name = path[-1].key
+    return "muon" if x.ndim == 2 and name not in _NOT_MUON else "adamw"
+
+  return jax.tree_util.tree_map_with_path(label, params)
+
+
+_NOT_MUON = ("embed", "router")
+
+
+def _schedule(config: OptimizerConfig, peak: float) -> optax.Schedule:
+  warmup = max(config.warmup_steps, 1)
+  up = optax.linear_schedule(peak / warmup, peak, warmup)
   end = peak * config.final_share if config.decay_steps else peak
-  schedule = optax.join_schedules(
-    [warm, optax.linear_schedule(peak, end, rest)], [config.warmup_steps]
-  )
-  return optax.adamw(
-    schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
-  )
+  down = optax.linear_schedule(peak, end, max(config.decay_steps - warmup, 1))
+  return optax.join_schedules([up, down], [warmup])
 
 
 def create(

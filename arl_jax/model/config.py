@@ -26,13 +26,13 @@ class ModelConfig:
 
   vocab_size: int = 0
   width: int = 128
-  layers: int = 3
-  heads: int = 4
-  kv_heads: int = 2
-  head_dim: int = 32
+  layers: int = 2
+  heads: int = 2
+  kv_heads: int = 1
+  head_dim: int = 64
   experts: int = 4
   experts_per_token: int = 2
-  expert_width: int = 96
+  expert_width: int = 48
   mtp_heads: int = 1
   rope_theta: float = 10_000.0
   norm_eps: float = 1e-6

@@ -60,7 +60,7 @@ class SearchConfig:
     beta: of F_β; recall weighs β² as much as precision.
   """
 
-  handles: int = 48
+  handles: int = 32
   results: int = 3
   snippet_tokens: int = 14
   grep_limit: int = 3
@@ -70,22 +70,26 @@ class SearchConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WarmStartConfig:
-  """Supervised training on the scripted searcher's episodes.
+  """Supervised training on the scripted searcher's play.
 
   Attributes:
+    opening_steps: updates on first turns only, of questions made from random
+      words: copying from the question forms there.
+    opening_row_length: tokens of a row in these updates.
     episodes: demonstrations, one a training task, then a second, and so on.
-    steps: updates.
-    batch_rows: rows of an update.
-    openings: share of the updates, at the start, that see only the first turn
-      of each episode: copying from the question forms there.
+    steps: updates in all, those on openings included.
+    batch_tokens: of an update.
     optimizer: of this phase.
   """
 
+  opening_steps: int = 400
+  opening_row_length: int = 128
   episodes: int = 3000
-  steps: int = 300
-  batch_rows: int = 16
-  openings: float = 0.4
-  optimizer: OptimizerConfig = _make(OptimizerConfig)
+  steps: int = 800
+  batch_tokens: int = 1900
+  optimizer: OptimizerConfig = _make(
+    OptimizerConfig, name="muon", decay_steps=800
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -104,14 +108,16 @@ class RLConfig:
     optimizer: of this phase.
   """
 
-  steps: int = 60
+  steps: int = 120
   tasks_per_step: int = 8
   group_size: int = 8
   substeps: int = 1
   loss: str = "cispo"
   baseline: str = "mean"
   normalise_std: bool = False
-  optimizer: OptimizerConfig = _make(OptimizerConfig)
+  optimizer: OptimizerConfig = _make(
+    OptimizerConfig, learning_rate=1e-3, warmup_steps=5
+  )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -120,12 +126,12 @@ class LearnerConfig:
 
   Attributes:
     row_length: tokens a row holds; segments are packed into rows.
-    microbatch_rows: rows computed at once.
+    microbatch_tokens: tokens computed at once, in whole rows.
     step: loss terms beside the policy's.
   """
 
-  row_length: int = 512
-  microbatch_rows: int = 8
+  row_length: int = 320
+  microbatch_tokens: int = 2240
   step: StepConfig = _make(StepConfig)
 
 
@@ -182,17 +188,20 @@ class Config:
         f"rl.group_size is {self.rl.group_size}, not >= 2: a rollout alone has"
         " nothing to be compared with"
       )
-    for name in ("warm_start.steps", "rl.steps"):
+    for name in ("warm_start.opening_steps", "rl.steps"):
       if _field(self, name) < 0:
         raise ValueError(f"{name} is {_field(self, name)}, not >= 0")
-    if self.agent.token_budget + 1 > self.learner.row_length:
+    if self.warm_start.steps < self.warm_start.opening_steps:
+      raise ValueError(
+        f"warm_start.steps {self.warm_start.steps} is less than its"
+        f" opening_steps {self.warm_start.opening_steps}"
+      )
+    for name in ("warm_start", "rl"):
+      _field(self, name).optimizer.validate(f"{name}.optimizer")
+    if self.agent.token_budget > self.learner.row_length:
       raise ValueError(
         f"learner.row_length {self.learner.row_length} can't hold a context of"
         f" agent.token_budget {self.agent.token_budget}; raise it"
-      )
-    if not 0 <= self.warm_start.openings <= 1:
-      raise ValueError(
-        f"warm_start.openings is {self.warm_start.openings}, not in 0..1"
       )
 
   def _reduce(self) -> None:
@@ -208,7 +217,7 @@ _SMOKE = {
   "tasks.heldout": 24,
   "warm_start.episodes": 64,
   "warm_start.steps": 6,
-  "warm_start.batch_rows": 8,
+  "warm_start.opening_steps": 3,
   "rl.steps": 2,
   "rl.tasks_per_step": 2,
   "rl.group_size": 4,
@@ -230,10 +239,10 @@ _AT_LEAST_ONE = (
   "tasks.hops",
   "search.handles",
   "warm_start.episodes",
-  "warm_start.batch_rows",
+  "warm_start.batch_tokens",
   "rl.tasks_per_step",
   "rl.substeps",
-  "learner.microbatch_rows",
+  "learner.microbatch_tokens",
 )
 
 

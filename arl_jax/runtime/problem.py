@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from arl_jax.agents.harness import derive_seed
@@ -17,7 +17,7 @@ from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
 from arl_jax.rewards.search import SearchReward
 from arl_jax.runtime.config import Config
-from arl_jax.types import Environment, PolicyClient, RewardFn, Task
+from arl_jax.types import Environment, RewardFn, Task
 
 
 class Problem(Protocol):
@@ -38,8 +38,11 @@ class Problem(Protocol):
   def environment(self, task: Task, seed: int) -> Environment:
     """A fresh environment for one episode."""
 
-  def demonstrator(self, task: Task, seed: int) -> PolicyClient:
+  def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
     """Who plays the warm start's episodes."""
+
+  def practice(self, seed: int) -> Iterator[str]:
+    """An endless stream of questions, for openings only."""
 
   def digests(self) -> dict[str, str]:
     """What identifies the data."""
@@ -91,13 +94,10 @@ class SearchProblem:
     self.reward: RewardFn = SearchReward(beta=search.beta)
 
   def environment(self, task: Task, seed: int) -> SearchEnvironment:
-    # Shuffled, so that a handle says nothing about the rank of its chunk.
-    handles = list(self._handles)
-    random.Random(derive_seed("handles", task.task_id, seed)).shuffle(handles)
     search = self._config.search
     return SearchEnvironment(
       index=self._index,
-      handles=handles,
+      handles=self._handles,
       count_tokens=self._count,
       results_per_search=search.results,
       snippet_tokens=search.snippet_tokens,
@@ -113,6 +113,18 @@ class SearchProblem:
       seed=seed,
       handles=self._handles,
     )
+
+  def practice(self, seed: int) -> Iterator[str]:
+    """Clues of random words of the training questions."""
+    draw = random.Random(seed)
+    words = sorted(
+      {w for t in self.train for w in t.prompt.replace(" ; ", " ").split()}
+    )
+    size, hops = self._config.tasks.clue_words, self._config.tasks.hops
+    while True:
+      chosen = iter(draw.sample(words, size * hops))
+      clues = [" ".join(next(chosen) for _ in range(size)) for _ in range(hops)]
+      yield " ; ".join(clues)
 
   def digests(self) -> dict[str, str]:
     ids = [t.task_id for t in (*self.train, *self.heldout)]

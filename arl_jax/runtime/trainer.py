@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,9 +35,6 @@ _LOSSES = {
   "grpo": losses.grpo,
   "policy_gradient": losses.policy_gradient,
 }
-
-# Share of a row that batches of demonstrations are planned to fill.
-_FILL = 0.93
 
 
 @dataclasses.dataclass(slots=True)
@@ -165,11 +162,13 @@ class Trainer:
     self._progress.phase("warm start", steps, start=self.position.warm_start)
     began = time.monotonic()
     plan = self._warm_start_batches(demonstrations)
-    for step, segments in enumerate(plan, 1):
+    for step, (segments, length) in enumerate(plan, 1):
       if step <= self.position.warm_start:
         continue
       self._check_stop()
-      values = self._update(train_step, segments, [1.0] * len(segments))
+      values = self._update(
+        train_step, segments, [1.0] * len(segments), row_length=length
+      )
       now = time.monotonic()
       self.position.seconds["warm_start"] += now - began
       began = now
@@ -181,18 +180,35 @@ class Trainer:
     self._publish()
     self.commit()
 
-  def _warm_start_batches(self, demonstrations: list[Episode]):
+  def _warm_start_batches(
+    self, demonstrations: list[Episode]
+  ) -> Iterator[tuple[list[Segment], int]]:
+    """Segments and row length of each update."""
     config = self.config.warm_start
-    tokens = int(config.batch_rows * self.config.learner.row_length * _FILL)
-    segments = sft.segments_of(demonstrations)
-    openings = [sft.opening(s) for s in segments if s.parent is None]
-    short = round(config.steps * config.openings)
-    for name, pool, steps in (
-      ("openings", openings, short),
-      ("whole", segments, config.steps - short),
+    openings = sft.openings(
+      self.problem.practice(derive_seed(self.config.seed, "practice")),
+      self.problem.renderer,
+      self._opening_player,
+    )
+    whole = sft.shuffled(
+      sft.segments_of(demonstrations), derive_seed(self.config.seed, "whole")
+    )
+    later = config.steps - config.opening_steps
+    for source, length, steps in (
+      (openings, config.opening_row_length, config.opening_steps),
+      (whole, self.config.learner.row_length, later),
     ):
-      seed = derive_seed(self.config.seed, name)
-      yield from sft.batches(pool, tokens=tokens, steps=steps, seed=seed)
+      for batch in sft.batches(
+        source, tokens=config.batch_tokens, steps=steps
+      ):
+        yield batch, length
+
+  def _opening_player(self, question: str):
+    task = Task(task_id=question, prompt=question, truth={})
+    player = self.problem.demonstrator(
+      task, derive_seed(self.config.seed, "opening", question)
+    )
+    return lambda ids: player.play(ids, self.config.agent.message_tokens)
 
   def _demonstrate(self) -> list[Episode]:
     """The scripted player's episodes, as the harness records them."""
@@ -271,7 +287,12 @@ class Trainer:
         advantages += [float(value)] * len(episode.segments)
     if any(s.trained.any() for s in segments):
       for _ in range(self.config.rl.substeps):
-        values |= self._update(train_step, segments, advantages)
+        values |= self._update(
+          train_step,
+          segments,
+          advantages,
+          row_length=self.config.learner.row_length,
+        )
       self._publish()
     return values
 
@@ -385,14 +406,21 @@ class Trainer:
     self.state = self.state.replace(version=self.state.version + 1)
 
   def _update(
-    self, train_step, segments: Sequence[Segment], advantages: Sequence[float]
+    self,
+    train_step,
+    segments: Sequence[Segment],
+    advantages: Sequence[float],
+    *,
+    row_length: int,
   ) -> dict[str, float]:
     began = time.monotonic()
     batch, packed = packing.pack(
       segments,
       advantages,
-      row_length=self.config.learner.row_length,
-      microbatch_rows=self.config.learner.microbatch_rows,
+      row_length=row_length,
+      microbatch_rows=max(
+        1, self.config.learner.microbatch_tokens // row_length
+      ),
     )
     self.state, metrics = train_step(self.state, batch)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
