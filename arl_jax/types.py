@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -367,12 +367,13 @@ class RewardFn(Protocol):
 class LossFn(Protocol):
   """A policy loss as arrays (see `arl_jax.losses.policy`).
 
-  Returns (per_token [B, T], stats: dict of [B, T] arrays); reduction is not
-  its business.
+  Hyper-parameters are further keyword-only arguments with defaults. Returns
+  (per_token [B, T], stats) with "ratio" and "clipped" [B, T] in stats;
+  reduction is not its business.
   """
 
   def __call__(
-    self, logp, behaviour_logp, advantage, mask, **hyper
+    self, logp: Any, behaviour_logp: Any, advantage: Any, mask: Any, /
   ) -> tuple[Any, Mapping[str, Any]]: ...
 
 
@@ -422,6 +423,7 @@ def from_json(data: Mapping[str, Any]) -> Task | Episode | Group:
       f"record has schema_version {version!r}; this program reads"
       f" {SCHEMA_VERSION}"
     )
+  readers: dict[Any, Callable[[Any], Task | Episode | Group]]
   readers = {"Task": _task, "Episode": _episode, "Group": _group}
   if kind not in readers:
     raise ValueError(f"record kind {kind!r} is none of {sorted(readers)}")
@@ -437,7 +439,9 @@ def _task(data) -> Task:
 
 
 def _segment(data) -> Segment:
-  arrays = {k: np.asarray(data[k], d) for k, d in _SEGMENT_DTYPES.items()}
+  arrays: dict[str, np.ndarray] = {}
+  for name, dtype in _SEGMENT_DTYPES.items():
+    arrays[name] = np.asarray(data[name], dtype)
   if data.get("experts") is not None:
     arrays["experts"] = np.asarray(data["experts"], np.int32)
   return Segment(**{**data, **arrays})

@@ -1,6 +1,6 @@
 """Trains an agent: warm start, evaluation, RL, evaluation, report.
 
-  python -m launch.train --config=configs/quickstart.py --config.rl.steps=20
+python -m launch.train --config=configs/quickstart.py --config.rl.steps=20
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ml_collections import config_flags
 
 from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
-from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.actor import Interrupted
 from arl_jax.runtime.problem import SearchProblem
 
@@ -41,8 +41,9 @@ def main(argv: list[str]) -> None:
     return
   if _RESUME.value and _OVERWRITE.value:
     raise app.UsageError("--resume and --overwrite exclude each other")
-  mode = "resume" if _RESUME.value else "new"
-  mode = "overwrite" if _OVERWRITE.value else mode
+  mode: Mode = "new"
+  if _RESUME.value or _OVERWRITE.value:
+    mode = "resume" if _RESUME.value else "overwrite"
   should_stop = _stop_on_signals()
   with (
     RunDirectory.open(

@@ -172,7 +172,7 @@ class _Run:
     if not sample.stopped and len(self._context) >= config.token_budget:
       return StopReason.CONTEXT_FULL
     if sample.stopped:
-      message = self._renderer.parse(sample.ids, self._env.tool_names)
+      message = self._renderer.parse(sample.ids.tolist(), self._env.tool_names)
     else:
       self._context.append(self._renderer.close(), Role.FORCED)
       cut = MalformedCall(text="", problem="message too long")
@@ -195,7 +195,11 @@ class _Run:
     gone = {key for o in observations for key in o.remove}
     if gone:
       self._rewrite(lambda p: p.key in gone, "prune")
-    append, renderer, config = self._context.append, self._renderer, self._config
+    append, renderer, config = (
+      self._context.append,
+      self._renderer,
+      self._config,
+    )
     room = self._room()
     if room < 0:
       return StopReason.CONTEXT_FULL

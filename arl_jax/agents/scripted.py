@@ -138,5 +138,3 @@ class ScriptedSearcher:
   def _some(self, things: list[str], most: int) -> list[str]:
     n = self._random.randint(1, min(most, len(things)))
     return self._random.sample(things, n)
-
-

@@ -48,7 +48,10 @@ def run_experiment(
     OSError: something could not be written.
   """
   trainer = Trainer(config, problem, run, progress, should_stop=should_stop)
-  warm, total = config.warm_start.steps, config.warm_start.steps + config.rl.steps
+  warm, total = (
+    config.warm_start.steps,
+    config.warm_start.steps + config.rl.steps,
+  )
   try:
     trainer.warm_start()
     before = _evaluate(trainer, run, f"before/{warm}")

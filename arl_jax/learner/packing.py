@@ -11,8 +11,7 @@ from flax import struct
 from arl_jax.types import Segment
 
 
-@struct.dataclass
-class TokenBatch:
+class TokenBatch(struct.PyTreeNode):
   """What one update is made from; M microbatches of R rows.
 
   Attributes:
@@ -133,4 +132,4 @@ def pack(
     rows=len(rows),
     fill=tokens / (len(rows) * row_length),
   )
-  return TokenBatch(**arrays, microbatches=np.int32(used)), stats
+  return TokenBatch(**arrays, microbatches=np.asarray(used, np.int32)), stats

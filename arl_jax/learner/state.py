@@ -13,8 +13,7 @@ from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
   """A pytree; `train_step` takes and returns it, donated.
 
   Attributes:

@@ -20,7 +20,7 @@ def group_advantages(
   baseline: str = "mean",
   normalise_std: bool = False,
 ) -> np.ndarray:
-  """r minus a baseline of its own group.
+  """R minus a baseline of its own group.
 
   Args:
     rewards: [G] of one group.
@@ -39,9 +39,7 @@ def group_advantages(
   if not np.isfinite(rewards).all():
     raise ValueError(f"rewards {rewards.tolist()} are not all finite")
   if baseline not in ("mean", "leave_one_out"):
-    raise ValueError(
-      f"baseline is {baseline!r}, not 'mean' or 'leave_one_out'"
-    )
+    raise ValueError(f"baseline is {baseline!r}, not 'mean' or 'leave_one_out'")
   n = rewards.size
   if n == 0:
     return rewards

@@ -31,7 +31,7 @@ def specs(config: ModelConfig) -> dict[str, Spec]:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / rms(x) * scale over the last axis."""
+  """X / rms(x) * scale over the last axis."""
   return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
@@ -120,7 +120,9 @@ def attend_packed(
     same = segment_ids[:, rows, None] == segment_ids[:, None, :last]
     causal = jnp.arange(first, last)[:, None] >= jnp.arange(last)
     visible = same & causal & (segment_ids > 0)[:, rows, None]
-    blocks.append(attend(q[:, :, rows], k[:, :, :last], v[:, :, :last], visible))
+    blocks.append(
+      attend(q[:, :, rows], k[:, :, :last], v[:, :, :last], visible)
+    )
   return jnp.concatenate(blocks, 2)
 
 

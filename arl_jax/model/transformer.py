@@ -236,7 +236,7 @@ def logprobs_from_hidden(
 
 def init_cache(
   config: ModelConfig, slots: int, max_length: int
-) -> dict[str, jax.Array]:
+) -> dict[str, dict[str, jax.Array]]:
   """Empty keys and values of each layer, [S, G, max_length, head_dim]."""
   shape = (slots, config.kv_heads, max_length, config.head_dim)
   return {

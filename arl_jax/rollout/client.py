@@ -128,7 +128,11 @@ class LocalClient:
       self._held.pop(request.slot, None)
 
   def _fail(self, error: BaseException) -> None:
-    for request in (*self._waiting, *self._prefilling, *self._decoding.values()):
+    for request in (
+      *self._waiting,
+      *self._prefilling,
+      *self._decoding.values(),
+    ):
       if not request.done.done():
         if isinstance(error, asyncio.CancelledError):
           request.done.cancel()

@@ -40,8 +40,7 @@ class EngineConfig:
         )
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
   """What lives on the device between calls.
 
   Attributes:
@@ -152,7 +151,9 @@ class Engine:
     for row, (slot, (first, tokens)) in enumerate(rows.items()):
       slots[row], start[row], count[row] = slot, first, len(tokens)
       ids[row, : len(tokens)] = tokens
-    self.state = self._prefill(self.params, self.state, slots, start, ids, count)
+    self.state = self._prefill(
+      self.params, self.state, slots, start, ids, count
+    )
 
   def insert(
     self,

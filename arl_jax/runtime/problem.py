@@ -30,10 +30,17 @@ class Problem(Protocol):
     reward: scores finished episodes.
   """
 
-  train: Sequence[Task]
-  heldout: Sequence[Task]
-  renderer: Renderer
-  reward: RewardFn
+  @property
+  def train(self) -> Sequence[Task]: ...
+
+  @property
+  def heldout(self) -> Sequence[Task]: ...
+
+  @property
+  def renderer(self) -> Renderer: ...
+
+  @property
+  def reward(self) -> RewardFn: ...
 
   def environment(self, task: Task, seed: int) -> Environment:
     """A fresh environment for one episode."""

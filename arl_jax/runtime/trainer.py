@@ -147,7 +147,7 @@ class Trainer:
 
   def warm_start(self) -> None:
     """Supervised training on demonstrations, up to the configured updates."""
-    config, steps = self.config.warm_start, self.config.warm_start.steps
+    steps = self.config.warm_start.steps
     if self.position.warm_start >= steps or self.position.rl:
       return
     began = time.monotonic()
@@ -198,9 +198,7 @@ class Trainer:
       (openings, config.opening_row_length, config.opening_steps),
       (whole, self.config.learner.row_length, later),
     ):
-      for batch in sft.batches(
-        source, tokens=config.batch_tokens, steps=steps
-      ):
+      for batch in sft.batches(source, tokens=config.batch_tokens, steps=steps):
         yield batch, length
 
   def _opening_player(self, question: str):
@@ -389,9 +387,7 @@ class Trainer:
     ]
     self._progress.phase(f"evaluation {name}", len(jobs))
     began = time.monotonic()
-    episodes = self.rollout(
-      jobs, training=False, on_done=self._progress.update
-    )
+    episodes = self.rollout(jobs, training=False, on_done=self._progress.update)
     self.position.seconds[f"evaluation_{name}"] = time.monotonic() - began
     whole = [e for e in episodes if e is not None]
     if len(whole) < len(tasks):
