@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,10 +14,12 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from arl_jax.evaluation import suites
 from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.actor import Interrupted
+from arl_jax.runtime.config import Config, explain_field
 from arl_jax.runtime.problem import SearchProblem
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py")
@@ -32,7 +33,7 @@ _MUTABLE = ("run_dir", "rl.steps", "checkpoint_every", "keep_checkpoints")
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
   config = _CONFIG.value
   config.resolve()
   resolved = dataclasses.asdict(config)
@@ -40,25 +41,28 @@ def main(argv: list[str]) -> None:
     print(json.dumps(resolved, indent=2))
     return
   if _RESUME.value and _OVERWRITE.value:
-    raise app.UsageError("--resume and --overwrite exclude each other")
+    raise ValueError("--resume and --overwrite exclude each other")
   mode: Mode = "new"
   if _RESUME.value or _OVERWRITE.value:
     mode = "resume" if _RESUME.value else "overwrite"
   should_stop = _stop_on_signals()
-  with (
-    RunDirectory.open(
-      config.run_dir, config=resolved, mode=mode, mutable_on_resume=_MUTABLE
-    ) as run,
-    Progress() as progress,
-  ):
+  with Progress() as progress:
     progress.phase("corpus and tasks", 1)
+    # Before the folder is touched: a corpus that can't be used costs nothing.
     problem = SearchProblem(config)
-    run.record_data(problem.digests())
     progress.update(1, chunks=len(problem.corpus.chunks))
-    summary = run_experiment(
-      config, problem, run, progress, should_stop=should_stop
-    )
-  _show(summary, config.run_dir)
+    with RunDirectory.open(
+      config.run_dir,
+      config=resolved,
+      data=problem.digests(),
+      mode=mode,
+      mutable_on_resume=_MUTABLE,
+    ) as run:
+      summary = run_experiment(
+        config, problem, run, progress, should_stop=should_stop
+      )
+  print(suites.table(summary))
+  print(f"report: {config.run_dir}/report.html")
 
 
 def _stop_on_signals() -> Callable[[], bool]:
@@ -76,35 +80,36 @@ def _stop_on_signals() -> Callable[[], bool]:
   return lambda: bool(asked)
 
 
-def _show(summary: dict, run_dir: str) -> None:
-  print(f"\n{'held-out':22}{'before RL':>26}{'after RL':>26}")
-  for metric, before in summary["before"].items():
-    cells = []
-    for mean, low, high in (before, summary["after"][metric]):
-      known = mean is not None
-      cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]" if known else "none")
-    print(f"{metric:22}{cells[0]:>26}{cells[1]:>26}")
-  mean, low, high = summary["paired_reward_difference"]
-  print(f"\npaired reward difference {mean:.3f} [{low:.3f}, {high:.3f}]")
-  print(f"report: {run_dir}/report.html")
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses flags; whatever is wrong with them is one line."""
+  try:
+    return flags.FLAGS(argv)
+  except KeyError:
+    fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
+    reasons = [explain_field(Config(), field) for field in fields if field]
+    problem = "; ".join(filter(None, reasons))
+  except (flags.Error, TypeError, ValueError, OSError) as error:
+    # The library's reason for a failed load comes after its own first line.
+    problem = " ".join(str(error).split())[:300]
+  print(f"error: {problem}", file=sys.stderr)
+  sys.exit(2)
+
+
+def _guarded(argv: list[str]) -> None:
+  """Runs `main`; known errors are one line and an exit code."""
+  try:
+    main(argv)
+  except Interrupted:
+    print("stopped at a checkpoint; go on with --resume", file=sys.stderr)
+    sys.exit(130)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)
 
 
 def run() -> None:
-  """Entry point: known errors are one line and an exit code, no traceback."""
   logging.set_verbosity(logging.WARNING)
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-  def guarded(argv: list[str]) -> None:
-    try:
-      main(argv)
-    except Interrupted:
-      print("stopped at a checkpoint; go on with --resume", file=sys.stderr)
-      sys.exit(130)
-    except (ValueError, OSError) as error:
-      print(f"error: {error}", file=sys.stderr)
-      sys.exit(1)
-
-  app.run(guarded)
+  app.run(_guarded, flags_parser=_parse_flags)
 
 
 if __name__ == "__main__":

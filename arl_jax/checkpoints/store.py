@@ -44,12 +44,11 @@ class CheckpointStore:
     """
     if number in self._manager.all_steps():
       return
-    arrays = jax.tree.map(lambda x: x, state)
     try:
       self._manager.save(
         number,
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(arrays),
+          state=ocp.args.StandardSave(state),
           record=ocp.args.JsonSave(dict(record)),
         ),
       )
@@ -61,30 +60,34 @@ class CheckpointStore:
         f"can't write checkpoint {number} in {self._folder}: {_brief(error)}",
       ) from error
 
-  def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """The newest commit, in the structure and placement of `like`.
+  def record(self) -> dict[str, Any]:
+    """The JSON record of the newest commit.
 
     Raises:
-      ValueError: there is none, or it doesn't fit `like`.
+      ValueError: there is no commit, or it can't be read.
     """
+    return self._read(record=ocp.args.JsonRestore())["record"]
+
+  def restore(self, like: TrainState) -> TrainState:
+    """The newest commit's state, in the structure and placement of `like`.
+
+    Raises:
+      ValueError: there is no commit, or it doesn't fit `like`.
+    """
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    return self._read(state=ocp.args.StandardRestore(abstract))["state"]
+
+  def _read(self, **items: Any) -> Any:
     number = self.newest
     if number is None:
       raise ValueError(f"{self._folder} holds no checkpoint")
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
-      restored = self._manager.restore(
-        number,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(abstract),
-          record=ocp.args.JsonRestore(),
-        ),
-      )
+      return self._manager.restore(number, args=ocp.args.Composite(**items))
     except Exception as error:
       raise ValueError(
         f"checkpoint {number} in {self._folder} can't be restored:"
         f" {_brief(error)}"
       ) from error
-    return restored["state"], restored["record"]
 
   def close(self) -> None:
     self._manager.close()

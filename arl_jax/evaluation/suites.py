@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from arl_jax.evaluation.statistics import (
   Interval,
@@ -65,3 +66,18 @@ def _pruned_right(task: Task, episode: Episode) -> int:
 
 def _count(episode: Episode, kind: str) -> int:
   return sum(event.kind == kind for event in episode.events)
+
+
+def table(summary: Mapping[str, Any]) -> str:
+  """Before and after as text, a metric a line, with 95 % intervals."""
+  lines = ["", f"{'held-out':22}{'before RL':>28}{'after RL':>28}"]
+  for metric, before in summary["before"].items():
+    cells = [_cell(before), _cell(summary["after"][metric])]
+    lines.append(f"{metric:22}{cells[0]:>28}{cells[1]:>28}")
+  difference = _cell(summary["paired_reward_difference"])
+  return "\n".join([*lines, "", f"paired reward difference {difference}"])
+
+
+def _cell(interval: Sequence[float | None]) -> str:
+  mean, low, high = interval
+  return "none" if mean is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"

@@ -80,18 +80,20 @@ def pack(
   *,
   row_length: int,
   microbatch_rows: int,
+  microbatches: int = 1,
 ) -> tuple[TokenBatch, PackingStats]:
   """Packs segments, each with the advantage of its episode.
 
   Segments without a trained token are left out: they can't change the result.
-  The number of microbatches is rounded up to a power of two, so that few
-  shapes are ever compiled; empty ones are skipped, not computed.
+  M is `microbatches`, doubled until everything fits, so that few shapes are
+  ever compiled; empty microbatches are skipped, not computed.
 
   Args:
     segments: of any number of episodes.
     advantages: one a segment.
     row_length: T.
     microbatch_rows: R.
+    microbatches: smallest M.
 
   Raises:
     ValueError: a segment longer than a row, or nothing to train on.
@@ -103,7 +105,9 @@ def pack(
     raise ValueError("no segment holds a trained token")
   rows = assign_rows([len(s) for s, _ in pairs], row_length)
   used = -(-len(rows) // microbatch_rows)
-  shape = (1 << (used - 1).bit_length(), microbatch_rows, row_length)
+  while microbatches < used:
+    microbatches *= 2
+  shape = (microbatches, microbatch_rows, row_length)
   arrays = {
     "ids": np.zeros(shape, np.int32),
     "segment_ids": np.zeros(shape, np.int32),

@@ -1,7 +1,9 @@
 """The configuration of a run; every field is a flag (--config.rl.steps=10)."""
 
 import dataclasses
+import difflib
 
+from arl_jax import losses
 from arl_jax.agents.harness import AgentConfig
 from arl_jax.agents.scripted import ScriptConfig
 from arl_jax.learner.state import OptimizerConfig
@@ -102,7 +104,8 @@ class RLConfig:
     group_size: rollouts of a task, at least 2.
     substeps: updates on each step's rollouts; the behaviour log-prob stays the
       one recorded at sampling, so that later substeps are off-policy by ρ.
-    loss: "cispo", "grpo" or "policy_gradient".
+    loss: "cispo", "grpo", "policy_gradient", or your own as
+      "package.module:function".
     baseline: of the group, "mean" or "leave_one_out".
     normalise_std: also divide advantages by the group's standard deviation.
     optimizer: of this phase.
@@ -127,11 +130,14 @@ class LearnerConfig:
   Attributes:
     row_length: tokens a row holds; segments are packed into rows.
     microbatch_tokens: tokens computed at once, in whole rows.
+    microbatches: smallest number of them that a step is compiled for; it
+      doubles as needed.
     step: loss terms beside the policy's.
   """
 
   row_length: int = 320
   microbatch_tokens: int = 2240
+  microbatches: int = 8
   step: StepConfig = _make(StepConfig)
 
 
@@ -179,6 +185,7 @@ class Config:
     self.agent.validate()
     self.model.validate()
     self.engine.validate()
+    losses.by_name(self.rl.loss)
     for name in _AT_LEAST_ONE:
       value = _field(self, name)
       if value < 1:
@@ -243,6 +250,7 @@ _AT_LEAST_ONE = (
   "rl.tasks_per_step",
   "rl.substeps",
   "learner.microbatch_tokens",
+  "learner.microbatches",
 )
 
 
@@ -250,3 +258,20 @@ def _field(config, path: str):
   for name in path.split("."):
     config = getattr(config, name)
   return config
+
+
+def explain_field(config: object, path: str) -> str:
+  """Why a dotted field that a flag names isn't there; "" if it is."""
+  owner, known = config, ""
+  for name in path.split("."):
+    if not dataclasses.is_dataclass(owner):
+      return f"{known or 'config'} has no fields, so no {name!r}"
+    names = [f.name for f in dataclasses.fields(owner)]
+    if name not in names:
+      close = difflib.get_close_matches(name, names, 3) or names
+      return (
+        f"{known or 'config'} has no field {name!r}; there is"
+        f" {', '.join(close)}"
+      )
+    owner, known = getattr(owner, name), f"{known}.{name}".lstrip(".")
+  return ""

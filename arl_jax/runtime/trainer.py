@@ -30,12 +30,6 @@ from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import Problem
 from arl_jax.types import Episode, Group, Segment, Task
 
-_LOSSES = {
-  "cispo": losses.cispo,
-  "grpo": losses.grpo,
-  "policy_gradient": losses.policy_gradient,
-}
-
 
 @dataclasses.dataclass(slots=True)
 class Position:
@@ -78,10 +72,7 @@ class Trainer:
     *,
     should_stop: Callable[[], bool] = lambda: False,
   ):
-    if config.rl.loss not in _LOSSES:
-      raise ValueError(
-        f"rl.loss is {config.rl.loss!r}, none of {sorted(_LOSSES)}"
-      )
+    self._loss = losses.by_name(config.rl.loss)
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
     vocab_size = problem.renderer.tokenizer.vocab_size
@@ -111,16 +102,16 @@ class Trainer:
     self._store.close()
 
   def _restore(self) -> None:
-    # Both phases' optimizers have a state of the same structure.
-    self.state, record = self._store.restore(self.state)
+    record = self._store.record()
+    if record["rl"]:
+      self._begin_rl()
+    self.state = self._store.restore(self.state)
     self.position = Position(
       warm_start=record["warm_start"],
       rl=record["rl"],
       seconds=defaultdict(float, record["seconds"]),
       tokens=defaultdict(float, record["tokens"]),
     )
-    if self.position.rl:
-      self._transform = optimizer(self.config.rl.optimizer)
 
   def _is_past(self, line: dict[str, Any]) -> bool:
     done = {"warm_start": self.position.warm_start, "rl": self.position.rl}
@@ -234,20 +225,24 @@ class Trainer:
 
   # Reinforcement learning.
 
+  def _begin_rl(self) -> None:
+    """The phase has an optimizer of its own, which starts afresh."""
+    self._transform = optimizer(self.config.rl.optimizer)
+    self.state = with_optimizer(
+      self.state.params, self._transform, int(self.state.version)
+    )
+
   def reinforce(self) -> None:
     """On-policy steps: rollouts, groups, updates, publication."""
     config = self.config.rl
     if self.position.rl >= config.steps:
       return
     if self.position.rl == 0:
-      self._transform = optimizer(config.optimizer)
-      self.state = with_optimizer(
-        self.state.params, self._transform, int(self.state.version)
-      )
+      self._begin_rl()
     train_step = make_train_step(
       self.model,
       self._transform,
-      _LOSSES[config.loss],
+      self._loss,
       self.config.learner.step,
     )
     self._progress.phase("rl", config.steps, start=self.position.rl)
@@ -417,6 +412,7 @@ class Trainer:
       microbatch_rows=max(
         1, self.config.learner.microbatch_tokens // row_length
       ),
+      microbatches=self.config.learner.microbatches,
     )
     self.state, metrics = train_step(self.state, batch)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
