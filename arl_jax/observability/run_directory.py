@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
-import importlib.metadata
 import json
-import math
 import os
 import pathlib
-import platform
 import shutil
-import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from typing import IO, Any, Literal, get_args
+
+from arl_jax.observability import provenance
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -25,8 +22,6 @@ _CONFIG = "config.json"
 _OVERWRITTEN = "config.json.overwritten"
 _LOCK = ".lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_PACKAGE = pathlib.Path(__file__).parents[1]
-_MISSING = "(absent)"
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -136,7 +131,7 @@ class RunDirectory:
         f"run directory {folder} holds no run to go on with; leave out --resume"
         " to start one"
       )
-    plain = _plain(config)
+    plain = provenance.plain(config)
     created = _make_folder(folder)
     try:
       lock = _take_lock(folder)
@@ -168,13 +163,17 @@ class RunDirectory:
       if old is None:
         raise ValueError(f"run directory {folder} holds no run to go on with")
       _check_config(folder, old["config"], config, mutable)
-      run = cls(folder, lock, _resumed_record(old, config), resumed=True)
+      run = cls(
+        folder, lock, provenance.resumed_record(old, config), resumed=True
+      )
       if data is not None:
-        run._check_data(_plain(data))
-        run._record["data"] = _plain(data)
+        run._check_data(provenance.plain(data))
+        run._record["data"] = provenance.plain(data)
     else:
       _prepare(folder, old, config, mode)
-      record = _new_record(config, None if data is None else _plain(data))
+      record = provenance.new_record(
+        config, None if data is None else provenance.plain(data)
+      )
       run = cls(folder, lock, record, resumed=False)
     run.write_json(_CONFIG, run._record)
     with contextlib.suppress(FileNotFoundError):
@@ -188,7 +187,7 @@ class RunDirectory:
       ValueError: the run was already made from other data.
       OSError: config.json can't be written.
     """
-    plain = _plain(data)
+    plain = provenance.plain(data)
     self._check_data(plain)
     if self._record["data"] != plain:
       self._record["data"] = plain
@@ -198,10 +197,11 @@ class RunDirectory:
     old = self._record["data"]
     if old is None or old == data:
       return
+    fields = provenance.differences(old, data)
     raise ValueError(
       f"run directory {self.path} was made from other data:"
-      f" {_describe(old, data, _differences(old, data))}; give the data that it"
-      " was made from, another --config.run_dir, or --overwrite"
+      f" {provenance.describe(old, data, fields)}; give the data that it was"
+      " made from, another --config.run_dir, or --overwrite"
     )
 
   def write_json(self, name: str, value: Any) -> None:
@@ -211,7 +211,9 @@ class RunDirectory:
       ValueError: `name` is not a plain file name.
       OSError: the file can't be written, e.g. the disk is full.
     """
-    text = json.dumps(_without_nonfinite(value), indent=2, allow_nan=False)
+    text = json.dumps(
+      provenance.without_nonfinite(value), indent=2, allow_nan=False
+    )
     self.write_text(name, text + "\n")
 
   def write_text(self, name: str, text: str) -> None:
@@ -300,7 +302,7 @@ def _prepare(
       f"run directory {folder} holds the rest of a run that was being"
       " overwritten; pass --overwrite to start anew"
     )
-  fields = _differences(old["config"], config)
+  fields = provenance.differences(old["config"], config)
   if not fields:
     raise ValueError(
       f"run directory {folder} already holds a run of this configuration: pass"
@@ -308,7 +310,7 @@ def _prepare(
     )
   raise ValueError(
     f"run directory {folder} holds a run of another configuration:"
-    f" {_describe(old['config'], config, fields)}; name another"
+    f" {provenance.describe(old['config'], config, fields)}; name another"
     " --config.run_dir, or pass --overwrite"
   )
 
@@ -344,144 +346,10 @@ def _check_config(
   def may_change(field: str) -> bool:
     return any(field == m or field.startswith(f"{m}.") for m in mutable)
 
-  fields = [f for f in _differences(old, new) if not may_change(f)]
+  fields = [f for f in provenance.differences(old, new) if not may_change(f)]
   if fields:
     raise ValueError(
       f"run directory {folder} holds a run of another configuration:"
-      f" {_describe(old, new, fields)}; --resume needs the same values, or name"
-      " another --config.run_dir, or pass --overwrite"
+      f" {provenance.describe(old, new, fields)}; --resume needs the same"
+      " values, or name another --config.run_dir, or pass --overwrite"
     )
-
-
-def _new_record(
-  config: dict[str, Any], data: dict[str, Any] | None
-) -> dict[str, Any]:
-  return {
-    "config": config,
-    "config_digest": _digest(config),
-    "data": data,
-    "code": _code(),
-    "environment": _environment(),
-    "resumed": [],
-  }
-
-
-def _resumed_record(
-  old: dict[str, Any], config: dict[str, Any]
-) -> dict[str, Any]:
-  """`old` with the new config, and what it was before kept under "resumed"."""
-  entry = {
-    "config_digest": _digest(config),
-    "replaced": {
-      f: _flat(old["config"]).get(f)
-      for f in _differences(old["config"], config)
-    },
-    "code": _code(),
-    "environment": _environment(),
-  }
-  return {
-    **old,
-    "config": config,
-    "config_digest": entry["config_digest"],
-    "resumed": [*old.get("resumed", []), entry],
-  }
-
-
-def _plain(value: Any) -> Any:
-  """`value` as JSON gives it back, infinities and NaN as strings."""
-  if isinstance(value, Mapping):
-    return {str(k): _plain(v) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_plain(v) for v in value]
-  if isinstance(value, float) and not math.isfinite(value):
-    return str(value)
-  if value is None or isinstance(value, (bool, int, float, str)):
-    return value
-  return str(value)
-
-
-def _without_nonfinite(value: Any) -> Any:
-  if isinstance(value, Mapping):
-    return {k: _without_nonfinite(v) for k, v in value.items()}
-  if isinstance(value, (list, tuple)):
-    return [_without_nonfinite(v) for v in value]
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
-  return value
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-  """Leaves by dotted name; an empty mapping is a leaf."""
-  if not isinstance(value, Mapping) or not value:
-    return {prefix: value}
-  leaves: dict[str, Any] = {}
-  for key, inner in value.items():
-    leaves |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-  return leaves
-
-
-def _differences(old: Any, new: Any) -> list[str]:
-  a, b = _flat(old), _flat(new)
-  # Serialised, so that 1 and 1.0, or 1 and True, count as different.
-  return [
-    f
-    for f in {**a, **b}
-    if json.dumps(a.get(f, _MISSING)) != json.dumps(b.get(f, _MISSING))
-  ]
-
-
-def _describe(old: Any, new: Any, fields: list[str]) -> str:
-  a, b = _flat(old), _flat(new)
-  shown = [
-    f"{f} is {a.get(f, _MISSING)!r} there and {b.get(f, _MISSING)!r} here"
-    for f in fields[:3]
-  ]
-  more = f" (and {len(fields) - 3} more)" if len(fields) > 3 else ""
-  return ", ".join(shown) + more
-
-
-def _digest(config: dict[str, Any]) -> str:
-  text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-  return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _code() -> dict[str, Any]:
-  digest = hashlib.sha256()
-  for path in sorted(_PACKAGE.rglob("*.py")):
-    digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0")
-    digest.update(path.read_bytes() + b"\0")
-  return {
-    "version": _version("arl-jax"),
-    "git_commit": _git_commit(),
-    "source_digest": digest.hexdigest(),
-  }
-
-
-def _git_commit() -> str | None:
-  root = _PACKAGE.parent
-  # An installed copy may lie inside somebody else's repository.
-  if not (root / ".git").exists():
-    return None
-  try:
-    done = subprocess.run(
-      ["git", "-C", str(root), "rev-parse", "--verify", "-q", "HEAD"],
-      capture_output=True,
-      text=True,
-      check=True,
-      timeout=10,
-    )
-  except (OSError, subprocess.SubprocessError):
-    return None
-  return done.stdout.strip() or None
-
-
-def _environment() -> dict[str, str | None]:
-  versions = {name: _version(name) for name in ("jax", "jaxlib", "numpy")}
-  return {"python": platform.python_version(), **versions}
-
-
-def _version(distribution: str) -> str | None:
-  try:
-    return importlib.metadata.version(distribution)
-  except importlib.metadata.PackageNotFoundError:
-    return None
