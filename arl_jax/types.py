@@ -129,6 +129,16 @@ class Segment:
           f"Segment.{name} is {value.dtype}{list(value.shape)}, not "
           f"{np.dtype(dtype)}[{length}] like ids"
         )
+    if not 0 < self.temperature < np.inf:
+      raise ValueError(f"Segment.temperature is {self.temperature}, not > 0")
+    chosen = self.experts
+    if chosen is not None and (
+      chosen.ndim != 3 or len(chosen) != length or chosen.dtype != np.int32
+    ):
+      raise ValueError(
+        f"Segment.experts is {chosen.dtype}{list(chosen.shape)}, not"
+        f" int32[{length}, layers, K]"
+      )
     if not np.isfinite(self.behaviour_logp).all():
       raise ValueError("Segment.behaviour_logp holds a value that isn't finite")
     if (self.policy_version[self.sampled] < 0).any():
@@ -358,12 +368,14 @@ class Environment(Protocol):
     """JSON values that rewards read."""
 
 
+@runtime_checkable
 class RewardFn(Protocol):
   """Scores a finished episode. Pure: the same record, the same reward."""
 
   def __call__(self, task: Task, episode: Episode) -> Reward: ...
 
 
+@runtime_checkable
 class LossFn(Protocol):
   """A policy loss as arrays (see `arl_jax.losses.policy`).
 
@@ -392,6 +404,9 @@ def _plain(value: Any) -> Any:
     return {f.name: _plain(getattr(value, f.name)) for f in fields}
   if isinstance(value, StopReason):
     return value.value
+  if isinstance(value, np.ndarray) and value.ndim > 1:
+    # Nested lists would lose the shape of an array without elements.
+    return {"shape": list(value.shape), "values": value.reshape(-1).tolist()}
   if isinstance(value, (np.ndarray, np.generic)):
     if value.dtype == np.float32:
       # Shortest text that gives the same float32 back.
@@ -415,22 +430,25 @@ def from_json(data: Mapping[str, Any]) -> Task | Episode | Group:
 
   Raises:
     ValueError: the record was written by another schema version, is of an
-      unknown kind, or lacks or has surplus fields.
+      unknown kind, lacks or has surplus fields, or holds a value that would
+      have to be changed to fit.
   """
+  if not isinstance(data, Mapping):
+    raise ValueError(f"a record is an object, not {type(data).__name__}")
   version, kind = data.get("schema_version"), data.get("kind")
   if version != SCHEMA_VERSION:
     raise ValueError(
       f"record has schema_version {version!r}; this program reads"
       f" {SCHEMA_VERSION}"
     )
-  readers: dict[Any, Callable[[Any], Task | Episode | Group]]
+  readers: dict[str, Callable[[Any], Task | Episode | Group]]
   readers = {"Task": _task, "Episode": _episode, "Group": _group}
-  if kind not in readers:
+  if not isinstance(kind, str) or kind not in readers:
     raise ValueError(f"record kind {kind!r} is none of {sorted(readers)}")
   body = {k: v for k, v in data.items() if k not in ("schema_version", "kind")}
   try:
     return readers[kind](body)
-  except (TypeError, KeyError) as error:
+  except (TypeError, KeyError, OverflowError) as error:
     raise ValueError(f"malformed {kind} record: {error}") from error
 
 
@@ -441,10 +459,26 @@ def _task(data) -> Task:
 def _segment(data) -> Segment:
   arrays: dict[str, np.ndarray] = {}
   for name, dtype in _SEGMENT_DTYPES.items():
-    arrays[name] = np.asarray(data[name], dtype)
+    arrays[name] = _array(name, data[name], dtype)
   if data.get("experts") is not None:
-    arrays["experts"] = np.asarray(data["experts"], np.int32)
+    packed = data["experts"]
+    values = _array("experts", packed["values"], np.int32)
+    arrays["experts"] = values.reshape(packed["shape"])
   return Segment(**{**data, **arrays})
+
+
+def _array(name: str, values: Any, dtype: Any) -> np.ndarray:
+  """A [n] array whose every value is one of `dtype`, unchanged."""
+  plain = np.asarray(values)
+  kinds = {"b": "b", "f": "iuf"}.get(np.dtype(dtype).kind, "iu")
+  if plain.size and plain.dtype.kind not in kinds:
+    raise ValueError(
+      f"Segment.{name} holds values that aren't {dtype.__name__}"
+    )
+  array = plain.astype(dtype)
+  if kinds == "iu" and not np.array_equal(array, plain):
+    raise ValueError(f"Segment.{name} holds values beyond {dtype.__name__}")
+  return array
 
 
 def _episode(data) -> Episode:
@@ -461,8 +495,6 @@ def _episode(data) -> Episode:
 
 
 def _group(data) -> Group:
-  return Group(
-    group_id=data["group_id"],
-    task=_task(data["task"]),
-    episodes=tuple(_episode(e) for e in data["episodes"]),
-  )
+  known: dict[str, Any] = {"task": _task(data["task"])}
+  known["episodes"] = tuple(_episode(e) for e in data["episodes"])
+  return Group(**{**data, **known})

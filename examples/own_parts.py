@@ -49,12 +49,15 @@ def main(argv: list[str]) -> None:
   config = Config(smoke=True, run_dir=_RUN_DIR.value)
   config.rl.loss = "examples.own_parts:tight_cispo"
   config.resolve()
+  problem = BriefSearch(config)
   with (
-    RunDirectory.open(config.run_dir, config=dataclasses.asdict(config)) as run,
+    RunDirectory.open(
+      config.run_dir,
+      config=dataclasses.asdict(config),
+      data=problem.digests(),
+    ) as run,
     Progress() as progress,
   ):
-    problem = BriefSearch(config)
-    run.record_data(problem.digests())
     summary = run_experiment(
       config, problem, run, progress, should_stop=lambda: False
     )

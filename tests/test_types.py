@@ -254,8 +254,9 @@ class TestSegment:
     ],
   )
   def test_wrong_arrays_are_named(self, field, value):
+    whole = dataclasses.asdict(segment())
     with pytest.raises(ValueError, match=rf"Segment\.{field}"):
-      segment(**{field: value})
+      types.Segment(**{**whole, field: value})
 
   def test_ids_of_two_axes_are_refused(self):
     with pytest.raises(ValueError):  # noqa: PT011 - any message

@@ -68,7 +68,7 @@ class AgentConfig:
     for name in ("max_turns", "message_tokens", "observation_tokens"):
       if getattr(self, name) < 1:
         raise ValueError(f"agent.{name} is {getattr(self, name)}, not >= 1")
-    if self.temperature <= 0:
+    if not 0 < self.temperature < float("inf"):
       raise ValueError(f"agent.temperature is {self.temperature}, not > 0")
 
 
@@ -103,6 +103,7 @@ async def run_episode(
     training: whether the nudge is shown.
 
   Raises:
+    ValueError: the prompt alone is beyond the token budget.
     Whatever client or environment raise: failures of infrastructure, which are
     the caller's to retry or to drop.
   """
@@ -136,7 +137,13 @@ class _Run:
 
   async def run(self) -> Episode:
     opening = await self._env.start(self._task)
-    self._context.append(self._renderer.prompt(opening), Role.PROMPT)
+    prompt = self._renderer.prompt(opening)
+    if len(prompt) >= self._config.token_budget:
+      raise ValueError(
+        f"the prompt of task {self._task.task_id} has {len(prompt)} tokens;"
+        f" agent.token_budget {self._config.token_budget} can't hold it"
+      )
+    self._context.append(prompt, Role.PROMPT)
     self._context.append(self._renderer.open_turn(), Role.FORCED)
     stop = None
     while stop is None:

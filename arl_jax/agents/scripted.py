@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from arl_jax.chat.renderer import Renderer
+from arl_jax.chat.tokenizer import END, TOOL
 from arl_jax.types import Sample, ToolCall
 
 _CLUE_BREAK = " ; "
@@ -42,6 +43,20 @@ class ScriptConfig:
   whole_clue: float = 0.5
   run: int = 4
   largest_answer: int = 4
+
+  def validate(self) -> None:
+    """Raises ValueError naming the field that can't be."""
+    for name in ("search", "grep", "read", "prune", "answer"):
+      if not getattr(self, name) >= 0:
+        raise ValueError(f"script.{name} is {getattr(self, name)}, not >= 0")
+    if not (self.search > 0 or self.grep > 0):
+      raise ValueError("script.search is 0 and so is grep: nothing can begin")
+    for name in ("parallel", "whole_clue"):
+      if not 0 <= getattr(self, name) <= 1:
+        raise ValueError(f"script.{name} is {getattr(self, name)}, not 0..1")
+    for name in ("run", "largest_answer"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"script.{name} is {getattr(self, name)}, not >= 1")
 
 
 class ScriptedSearcher:
@@ -83,8 +98,7 @@ class ScriptedSearcher:
 
   def play(self, ids: Sequence[int], max_tokens: int) -> Sample:
     """The next message; log-probs are 0, the script is version 0."""
-    in_view = [self._handles[i] for i in ids if i in self._handles]
-    in_view = list(dict.fromkeys(in_view))
+    in_view = self._in_view(ids)
     self._turns += 1
     for _ in range(8):
       tokens = [*self._message(in_view), self._renderer.end]
@@ -100,6 +114,18 @@ class ScriptedSearcher:
 
   async def close(self, session: str) -> None:
     """Holds nothing."""
+
+  def _in_view(self, ids: Sequence[int]) -> list[str]:
+    """Handles in tools' answers, not those in the script's own messages."""
+    marks = self._renderer.tokenizer.controls
+    seen: dict[str, None] = {}
+    in_tool = False
+    for token in ids:
+      if token in (marks[TOOL], marks[END]):
+        in_tool = token == marks[TOOL]
+      elif in_tool and token in self._handles:
+        seen[self._handles[token]] = None
+    return list(seen)
 
   def _message(self, in_view: list[str]) -> list[int]:
     config, draw = self._config, self._random

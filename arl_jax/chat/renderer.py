@@ -102,7 +102,8 @@ class Renderer:
     text = self.tokenizer.decode(ids)
     if set(ids) & set(self.tokenizer.controls.values()):
       return MalformedCall(text=text, problem="a mark inside a call")
-    name = next((n for n in tools if text.startswith(n)), None)
+    # The longest, since one name may begin like another.
+    name = max((n for n in tools if text.startswith(n)), key=len, default=None)
     if name is None:
       return MalformedCall(text=text, problem="no such tool")
     rest = text[len(name) :]

@@ -15,6 +15,7 @@ ASSISTANT = "<|assistant|>"
 TOOL = "<|tool|>"
 CALL = "<|call|>"
 END = "<|end|>"
+_SPACE = "\u2581"
 CONTROLS = (USER, ASSISTANT, TOOL, CALL, END)
 
 
@@ -31,6 +32,8 @@ class Tokenizer:
       self._sp = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
       raise ValueError(f"not a sentencepiece model: {error}") from error
+    if not self._sp.vocab_size():
+      raise ValueError("not a sentencepiece model: it has no vocabulary")
     self.model = model
     self.controls = {name: self._sp.piece_to_id(name) for name in CONTROLS}
     missing = [n for n, i in self.controls.items() if i == self._sp.unk_id()]
@@ -60,7 +63,8 @@ class Tokenizer:
         vocab_size=vocab_size,
         model_type="bpe",
         control_symbols=list(CONTROLS),
-        user_defined_symbols=list(symbols),
+        # The model's own sign for a space; a plain one would never match.
+        user_defined_symbols=[s.replace(" ", _SPACE) for s in symbols],
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
@@ -93,7 +97,7 @@ class Tokenizer:
 
   def piece(self, token: int) -> str:
     """How one token reads, for people."""
-    text = self._sp.id_to_piece(int(token)).replace("\u2581", " ")
+    text = self._sp.id_to_piece(int(token)).replace(_SPACE, " ")
     return text if text != "<0x0A>" else "\n"
 
   def count(self, text: str) -> int:

@@ -64,10 +64,9 @@ class OptimizerConfig:
     """Raises ValueError naming the field below `where` that can't be."""
     if self.name not in ("adamw", "muon"):
       raise ValueError(f"{where}.name is {self.name!r}, not 'adamw' or 'muon'")
-    if not self.learning_rate > 0:
-      raise ValueError(
-        f"{where}.learning_rate is {self.learning_rate}, not > 0"
-      )
+    for name in ("learning_rate", "muon_learning_rate"):
+      if not 0 < getattr(self, name) < float("inf"):
+        raise ValueError(f"{where}.{name} is {getattr(self, name)}, not > 0")
 
 
 def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

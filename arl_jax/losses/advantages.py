@@ -7,6 +7,8 @@ import numpy as np
 # Rewards that differ by less are equal: noise is not a signal.
 _EQUAL = 1e-8
 
+BASELINES = ("mean", "leave_one_out")
+
 
 def has_signal(rewards: np.ndarray) -> bool:
   """False if all rewards of the group are equal (max - min <= 1e-8)."""
@@ -38,7 +40,7 @@ def group_advantages(
   rewards = np.asarray(rewards, np.float64)
   if not np.isfinite(rewards).all():
     raise ValueError(f"rewards {rewards.tolist()} are not all finite")
-  if baseline not in ("mean", "leave_one_out"):
+  if baseline not in BASELINES:
     raise ValueError(f"baseline is {baseline!r}, not 'mean' or 'leave_one_out'")
   n = rewards.size
   if n == 0:

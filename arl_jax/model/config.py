@@ -39,7 +39,8 @@ class ModelConfig:
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
-    for name in ("width", "layers", "heads", "kv_heads", "experts"):
+    sizes = ("width", "layers", "heads", "kv_heads", "head_dim", "experts")
+    for name in (*sizes, "expert_width"):
       if getattr(self, name) < 1:
         raise ValueError(f"model.{name} is {getattr(self, name)}, not >= 1")
     if self.heads % self.kv_heads:

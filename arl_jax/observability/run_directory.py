@@ -106,7 +106,7 @@ class RunDirectory:
       path: a local folder.
       config: resolved configuration, nested; JSON values.
       data: what the run learns from, such as digests; JSON values. None if not
-        known yet: `record_data` later.
+        recorded.
       mode: "new" refuses a folder that holds a run, "overwrite" empties it,
         "resume" goes on with the same run.
       mutable_on_resume: dotted config fields that a resumed run may change; a
@@ -179,19 +179,6 @@ class RunDirectory:
     with contextlib.suppress(FileNotFoundError):
       (folder / _OVERWRITTEN).unlink()
     return run
-
-  def record_data(self, data: Mapping[str, Any]) -> None:
-    """Records what the run learns from, once it is known.
-
-    Raises:
-      ValueError: the run was already made from other data.
-      OSError: config.json can't be written.
-    """
-    plain = provenance.plain(data)
-    self._check_data(plain)
-    if self._record["data"] != plain:
-      self._record["data"] = plain
-      self.write_json(_CONFIG, self._record)
 
   def _check_data(self, data: dict[str, Any]) -> None:
     old = self._record["data"]

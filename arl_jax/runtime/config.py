@@ -8,6 +8,7 @@ from arl_jax.agents.harness import AgentConfig
 from arl_jax.agents.scripted import ScriptConfig
 from arl_jax.learner.state import OptimizerConfig
 from arl_jax.learner.step import StepConfig
+from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout.engine import EngineConfig
 
@@ -185,6 +186,13 @@ class Config:
     self.agent.validate()
     self.model.validate()
     self.engine.validate()
+    self.script.validate()
+    if self.rl.baseline not in BASELINES:
+      raise ValueError(
+        f"rl.baseline is {self.rl.baseline!r}, none of {list(BASELINES)}"
+      )
+    if not self.search.beta > 0:
+      raise ValueError(f"search.beta is {self.search.beta}, not > 0")
     losses.by_name(self.rl.loss)
     for name in _AT_LEAST_ONE:
       value = _field(self, name)
@@ -195,7 +203,7 @@ class Config:
         f"rl.group_size is {self.rl.group_size}, not >= 2: a rollout alone has"
         " nothing to be compared with"
       )
-    for name in ("warm_start.opening_steps", "rl.steps"):
+    for name in ("warm_start.opening_steps", "rl.steps", "report_episodes"):
       if _field(self, name) < 0:
         raise ValueError(f"{name} is {_field(self, name)}, not >= 0")
     if self.warm_start.steps < self.warm_start.opening_steps:
@@ -240,12 +248,19 @@ _AT_LEAST_ONE = (
   "checkpoint_every",
   "keep_checkpoints",
   "corpus.chunk_tokens",
+  "corpus.vocab_size",
   "tasks.train",
   "tasks.heldout",
   "tasks.clue_words",
   "tasks.hops",
   "search.handles",
+  "search.results",
+  "search.snippet_tokens",
+  "search.grep_limit",
+  "search.max_answer",
   "warm_start.episodes",
+  "warm_start.steps",
+  "warm_start.opening_row_length",
   "warm_start.batch_tokens",
   "rl.tasks_per_step",
   "rl.substeps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from arl_jax.agents.harness import derive_seed
 from arl_jax.agents.scripted import ScriptedSearcher
@@ -20,6 +20,7 @@ from arl_jax.runtime.config import Config
 from arl_jax.types import Environment, RewardFn, Task
 
 
+@runtime_checkable
 class Problem(Protocol):
   """Everything the trainer needs to know about what is learned.
 

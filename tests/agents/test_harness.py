@@ -217,16 +217,6 @@ class TestStops:
     episode, _ = play([SEARCH] * 9, config)
     assert episode.stop_reason is StopReason.CONTEXT_FULL
 
-  def test_a_prompt_that_fills_the_context(self):
-    config = AgentConfig(token_budget=8, soft_threshold=3, hard_threshold=5)
-    player = Player([SEARCH])
-    episode = asyncio.run(
-      run_episode(TASK, environment(), player, renderer(), config)
-    )
-    assert episode.stop_reason is StopReason.CONTEXT_FULL
-    assert episode.turns == 0
-    assert events(episode, "cut") == []
-
 
 class TestMessages:
   def test_a_truncated_message_is_closed_and_reported(self):
@@ -520,11 +510,10 @@ def test_whatever_a_policy_sends_it_ends_within_its_budget(
 def test_a_prompt_longer_than_the_budget_is_not_sampled_from():
   config = AgentConfig(token_budget=6, soft_threshold=2, hard_threshold=3)
   player = Player([SEARCH])
-  episode = asyncio.run(
-    run_episode(TASK, environment(), player, renderer(), config)
-  )
+  # The task can't be done, which says nothing about the policy: no episode.
+  with pytest.raises(ValueError, match="token_budget 6"):
+    asyncio.run(run_episode(TASK, environment(), player, renderer(), config))
   assert not player.requests
-  assert all(len(s) <= config.token_budget for s in episode.segments)
 
 
 class TestScripted:
@@ -595,4 +584,4 @@ def test_seeds_are_the_same_on_every_machine():
   assert derive_seed(1, "a") == derive_seed("1", "a") != derive_seed("1a")
   assert 0 <= derive_seed(harness.__name__) < 2**31
   # blake2b(b"0\x00a", digest_size=4), big-endian, halved.
-  assert derive_seed(0, "a") == 0x4DA20BCA >> 1
+  assert derive_seed(0, "a") == 0xA6ADF4A5 >> 1

@@ -15,6 +15,7 @@ TOOLS = ("search_corpus", "grep_corpus", "read_document", "prune_chunks")
 HANDLES = tuple(f"<c{i}>" for i in range(12))
 TEXT = """The quick brown fox jumps over the lazy dog again and again.
 A tokenizer reads words, numbers such as 1024 and marks like <b> or a|b.
+The line [Token usage: 3 of 56789] says what is left.
 """
 
 
@@ -60,7 +61,7 @@ class TestTokenizer:
     ids = trained.encode(texts[0])
     assert not set(ids) & set(trained.controls.values())
 
-  @pytest.mark.parametrize("symbol", (*HANDLES, *TOOLS))
+  @pytest.mark.parametrize("symbol", [*HANDLES, *TOOLS])
   def test_symbols_are_one_token(self, symbol):
     assert len(R.tokenizer.encode(symbol)) == 1
 

@@ -105,22 +105,11 @@ def test_resume_may_change_mutable_fields_and_keeps_the_history(run):
     pass
 
 
-def test_resume_refuses_other_data_at_once_or_later(run):
+def test_resume_refuses_other_data(run):
   message = "other data: corpus is 'abc' there and 'xyz' here"
   with pytest.raises(ValueError, match=message):
     start(run, data={"corpus": "xyz"}, mode="resume")
-  with start(run, mode="resume") as directory:
-    with pytest.raises(ValueError, match=message):
-      directory.record_data({"corpus": "xyz"})
-    directory.record_data({"corpus": "abc"})
   assert record(run)["data"] == {"corpus": "abc"}
-
-
-def test_data_may_come_later(tmp_path):
-  with start(tmp_path / "run") as directory:
-    assert record(tmp_path / "run")["data"] is None
-    directory.record_data({"corpus": "abc"})
-    assert record(tmp_path / "run")["data"] == {"corpus": "abc"}
 
 
 def test_resume_without_a_run_makes_nothing(tmp_path):

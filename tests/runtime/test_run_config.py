@@ -1,0 +1,128 @@
+"""Every field is checked by name before anything is written."""
+
+import dataclasses
+
+import pytest
+
+from arl_jax.runtime.config import Config
+
+
+def set_field(config, path, value):
+  *owners, last = path.split(".")
+  for name in owners:
+    config = getattr(config, name)
+  setattr(config, last, value)
+
+
+def flat(config, prefix=""):
+  leaves = {}
+  for field in dataclasses.fields(config):
+    value, name = getattr(config, field.name), f"{prefix}{field.name}"
+    if dataclasses.is_dataclass(value):
+      leaves |= flat(value, f"{name}.")
+    else:
+      leaves[name] = value
+  return leaves
+
+
+def test_the_default_resolves_to_itself():
+  config = Config()
+  config.resolve()
+  assert config == Config()
+
+
+# What the field can't be, with what its error must say.
+@pytest.mark.parametrize(
+  ("path", "value"),
+  [
+    ("checkpoint_every", 0),
+    ("keep_checkpoints", 0),
+    ("corpus.chunk_tokens", 0),
+    ("corpus.vocab_size", 0),
+    ("tasks.train", 0),
+    ("tasks.heldout", 0),
+    ("tasks.clue_words", 0),
+    ("tasks.hops", -1),
+    ("search.handles", 0),
+    ("search.results", 0),
+    ("search.snippet_tokens", 0),
+    ("search.grep_limit", 0),
+    ("search.max_answer", 0),
+    ("search.beta", -1.0),
+    ("agent.token_budget", 100),
+    ("agent.max_turns", 0),
+    ("agent.temperature", 0.0),
+    ("agent.nudge_mode", "blink"),
+    ("script.largest_answer", 0),
+    ("script.run", 0),
+    ("script.search", -1.0),
+    ("model.width", 0),
+    ("model.head_dim", 7),
+    ("model.head_dim", 0),
+    ("model.kv_heads", 3),
+    ("model.experts_per_token", 9),
+    ("model.expert_width", 0),
+    ("model.mtp_heads", 2),
+    ("engine.max_concurrent_decodes", 0),
+    ("engine.decode_steps", 0),
+    ("learner.row_length", 100),
+    ("learner.microbatch_tokens", 0),
+    ("warm_start.episodes", 0),
+    ("warm_start.steps", 0),
+    ("warm_start.steps", 399),
+    ("warm_start.opening_steps", -1),
+    ("warm_start.opening_row_length", 0),
+    ("warm_start.batch_tokens", 0),
+    ("warm_start.optimizer.name", "sgd"),
+    ("warm_start.optimizer.learning_rate", 0.0),
+    ("warm_start.optimizer.muon_learning_rate", -1.0),
+    ("rl.steps", -1),
+    ("rl.tasks_per_step", 0),
+    ("rl.group_size", 1),
+    ("rl.substeps", 0),
+    ("rl.loss", "reinforce"),
+    ("rl.baseline", "median"),
+    ("rl.optimizer.learning_rate", float("nan")),
+    ("report_episodes", -1),
+  ],
+)
+def test_an_impossible_value_is_named(path, value):
+  config = Config()
+  set_field(config, path, value)
+  with pytest.raises(ValueError, match=path.split(".")[-1]) as error:
+    config.resolve()
+  assert "\n" not in str(error.value)
+
+
+class TestSmoke:
+  def test_reduces_and_stays_valid(self):
+    config = Config(smoke=True)
+    config.resolve()
+    whole, small = flat(Config()), flat(config)
+    smaller = {k for k in whole if small[k] != whole[k]} - {"smoke"}
+    assert {"tasks.train", "warm_start.steps", "rl.steps"} <= smaller
+    assert all(small[k] < whole[k] for k in smaller)
+
+  def test_keeps_what_is_smaller_already(self):
+    config = Config(smoke=True)
+    config.rl.steps = 1
+    config.tasks.heldout = 5
+    config.resolve()
+    assert (config.rl.steps, config.tasks.heldout) == (1, 5)
+
+  def test_is_the_same_when_resolved_twice(self):
+    config = Config(smoke=True)
+    config.resolve()
+    once = dataclasses.asdict(config)
+    config.resolve()
+    assert dataclasses.asdict(config) == once
+
+  def test_an_impossible_value_is_still_named(self):
+    config = Config(smoke=True)
+    config.rl.group_size = 0
+    with pytest.raises(ValueError, match="group_size"):
+      config.resolve()
+
+  def test_no_configuration_shares_its_parts(self):
+    Config(smoke=True).resolve()
+    assert Config().rl.steps != 2
