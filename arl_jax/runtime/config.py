@@ -112,7 +112,7 @@ class RLConfig:
     optimizer: of this phase.
   """
 
-  steps: int = 120
+  steps: int = 100
   tasks_per_step: int = 8
   group_size: int = 8
   substeps: int = 1
