@@ -88,9 +88,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
     fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
     reasons = [explain_field(Config(), field) for field in fields if field]
     problem = "; ".join(filter(None, reasons))
-  except (flags.Error, TypeError, ValueError, OSError) as error:
+  except Exception as error:  # A configuration is code and may raise any.
     # The library's reason for a failed load comes after its own first line.
-    problem = " ".join(str(error).split())[:300]
+    kind = "" if isinstance(error, flags.Error) else type(error).__name__ + " "
+    problem = kind + " ".join(str(error).split())[:300]
   print(f"error: {problem}", file=sys.stderr)
   sys.exit(2)
 
@@ -102,8 +103,12 @@ def _guarded(argv: list[str]) -> None:
   except Interrupted:
     print("stopped at a checkpoint; go on with --resume", file=sys.stderr)
     sys.exit(130)
+  except KeyboardInterrupt:
+    print("stopped at once; --resume goes on from the last checkpoint")
+    sys.exit(130)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    reason = getattr(error, "strerror", None) or error
+    print(f"error: {reason}", file=sys.stderr)
     sys.exit(1)
 
 

@@ -2,24 +2,55 @@
 
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
+
+import pytest
 
 _ROOT = pathlib.Path(__file__).parents[1]
+_README = (_ROOT / "README.md").read_text()
 
 
-def test_readme_names_only_files_that_exist():
-  text = (_ROOT / "README.md").read_text()
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", *command],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+    check=False,
+  )
+
+
+def test_names_only_files_that_exist():
   named = re.findall(
-    r"(?:arl_jax|configs|benchmarks|launch|docs|examples)/[\w./-]*\w", text
+    r"(?:arl_jax|configs|benchmarks|launch|docs|examples)/[\w./-]*\w", _README
   )
   assert named
-  missing = [n for n in named if not (_ROOT / n).exists()]
-  assert not missing
+  assert not [n for n in named if not (_ROOT / n).exists()]
 
 
-def test_readme_make_targets_exist():
-  text = (_ROOT / "README.md").read_text()
+def test_make_targets_exist():
   makefile = (_ROOT / "Makefile").read_text()
-  targets = set(re.findall(r"\bmake ([a-z]+)\b", text))
+  targets = set(re.findall(r"\bmake ([a-z]+)\b", _README))
   assert {"quickstart", "test"} <= targets
   for target in targets:
     assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_flags_of_the_quickstart_are_accepted():
+  shown = re.findall(r"^make quickstart ARGS=(.*)$", _README, re.MULTILINE)
+  assert shown
+  # All at once: what matters is that each flag is known.
+  given = [flag for args in shown for flag in shlex.split(shlex.split(args)[0])]
+  done = _run("launch.train", *given, "--dry_run")
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_own_parts_run(tmp_path):
+  (command,) = re.findall(r"python -m (examples\.own_parts) ", _README)
+  done = _run(command, f"--run_dir={tmp_path / 'run'}")
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / "run" / "report.html").is_file()

@@ -13,6 +13,10 @@ import orbax.checkpoint as ocp
 
 from arl_jax.learner.state import TrainState
 
+# Bytes of a commit beside its arrays: records, indices, and what a filesystem
+# itself takes.
+_SPARE_BYTES = 1 << 20
+
 
 class CheckpointStore:
   """Keeps the newest commits of one run in one folder.
@@ -44,6 +48,7 @@ class CheckpointStore:
     """
     if number in self._manager.all_steps():
       return
+    self._check_space(state)
     try:
       self._manager.save(
         number,
@@ -91,6 +96,20 @@ class CheckpointStore:
 
   def close(self) -> None:
     self._manager.close()
+
+  def _check_space(self, state: TrainState) -> None:
+    """Raises OSError if the disk can't hold another commit.
+
+    Found out beforehand: the library's writers fail noisily, in threads.
+    """
+    needed = sum(x.nbytes for x in jax.tree.leaves(state)) + _SPARE_BYTES
+    free = shutil.disk_usage(self._folder).free
+    if free < needed:
+      raise OSError(
+        errno.ENOSPC,
+        f"can't write a checkpoint in {self._folder}: disk full ({free} bytes"
+        f" free, {needed} needed); free some space and run again with --resume",
+      )
 
   def _sweep(self) -> None:
     """Takes away what an interrupted save left under a temporary name."""

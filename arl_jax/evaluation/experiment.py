@@ -65,7 +65,7 @@ def run_experiment(
     "before": _scores(problem, before, seed),
     "after": _scores(problem, after, seed),
     "paired_reward_difference": difference.to_json(),
-    "seconds": {k: round(v, 1) for k, v in trainer.position.seconds.items()},
+    "seconds": _seconds(run) | trainer.position.rounded_seconds,
     "tokens_per_second": _rates(trainer.position.tokens),
   }
   run.write_json("summary.json", summary)
@@ -116,6 +116,12 @@ def _scores(problem: Problem, episodes: Sequence[Episode], seed: int):
 
 def _rewards(episodes: Sequence[Episode]) -> list[float]:
   return [e.reward.total for e in episodes if e.reward is not None]
+
+
+def _seconds(run: RunDirectory) -> dict[str, float]:
+  """Of phases that an earlier process of this run finished after its commit."""
+  path = run.path / "summary.json"
+  return json.loads(path.read_text())["seconds"] if path.is_file() else {}
 
 
 def _rates(tokens: Mapping[str, float]) -> dict[str, float]:

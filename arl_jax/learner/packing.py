@@ -60,7 +60,7 @@ def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     if length > row_length:
       raise ValueError(
         f"segment of {length} tokens does not fit into a row of {row_length};"
-        " raise learner.row_length"
+        " raise learner.row_length (or warm_start.opening_row_length)"
       )
     fitting = [(f, r) for r, f in enumerate(free) if f >= length]
     if fitting:

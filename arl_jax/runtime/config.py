@@ -211,6 +211,14 @@ class Config:
         f"warm_start.steps {self.warm_start.steps} is less than its"
         f" opening_steps {self.warm_start.opening_steps}"
       )
+    opening = self.tasks.hops * (self.tasks.clue_words + 1) + 4
+    opening += self.agent.message_tokens
+    if self.warm_start.opening_row_length < opening:
+      raise ValueError(
+        "warm_start.opening_row_length is"
+        f" {self.warm_start.opening_row_length}; a question and a message need"
+        f" up to {opening}"
+      )
     for name in ("warm_start", "rl"):
       _field(self, name).optimizer.validate(f"{name}.optimizer")
     if self.agent.token_budget > self.learner.row_length:
@@ -228,20 +236,20 @@ class Config:
 
 
 _SMOKE = {
-  "tasks.train": 64,
+  "tasks.train": 200,
   "tasks.heldout": 24,
-  "warm_start.episodes": 64,
-  "warm_start.steps": 6,
-  "warm_start.opening_steps": 3,
-  "rl.steps": 2,
+  "warm_start.episodes": 200,
+  "warm_start.steps": 100,
+  "warm_start.opening_steps": 10,
+  "rl.steps": 3,
   "rl.tasks_per_step": 2,
-  "rl.group_size": 4,
+  "rl.group_size": 8,
   "engine.max_concurrent_decodes": 16,
   "engine.prefill_rows": 8,
   "model.width": 32,
-  "model.head_dim": 8,
+  "model.head_dim": 16,
   "model.expert_width": 32,
-  "checkpoint_every": 2,
+  "checkpoint_every": 25,
 }
 
 _AT_LEAST_ONE = (

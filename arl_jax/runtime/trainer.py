@@ -52,6 +52,10 @@ class Position:
   )
 
   @property
+  def rounded_seconds(self) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in self.seconds.items()}
+
+  @property
   def number(self) -> int:
     return self.warm_start + self.rl
 
@@ -103,6 +107,11 @@ class Trainer:
 
   def _restore(self) -> None:
     record = self._store.record()
+    if record["rl"] > self.config.rl.steps:
+      raise ValueError(
+        f"rl.steps is {self.config.rl.steps}, but the run has done"
+        f" {record['rl']} already"
+      )
     if record["rl"]:
       self._begin_rl()
     self.state = self._store.restore(self.state)

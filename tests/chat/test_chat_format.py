@@ -14,7 +14,8 @@ from arl_jax.types import ToolCall
 TOOLS = ("search_corpus", "grep_corpus", "read_document", "prune_chunks")
 HANDLES = tuple(f"<c{i}>" for i in range(12))
 TEXT = """The quick brown fox jumps over the lazy dog again and again.
-A tokenizer reads words, numbers such as 1024 and marks like <b> or a|b and [1].
+Note: a tokenizer reads words, numbers such as 1024 and marks like <b> or
+a|b and [1].
 The line [Token usage: 3 of 56789] says what is left.
 """
 
