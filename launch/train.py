@@ -28,7 +28,7 @@ _RESUME = flags.DEFINE_bool("resume", False, "Go on from the last checkpoint.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Empty the run directory.")
 
 # Fields that may differ when a run goes on.
-_MUTABLE = ("run_dir", "rl.steps", "checkpoint_every", "keep_checkpoints")
+_MUTABLE = ("rl.steps", "checkpoint_every", "keep_checkpoints")
 
 
 def main(argv: list[str]) -> None:
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
     return
   if _RESUME.value and _OVERWRITE.value:
     raise ValueError("--resume and --overwrite exclude each other")
+  # A run may be moved: where it lies is not part of what it is.
+  del resolved["run_dir"]
   mode: Mode = "new"
   if _RESUME.value or _OVERWRITE.value:
     mode = "resume" if _RESUME.value else "overwrite"

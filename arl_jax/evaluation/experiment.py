@@ -16,7 +16,7 @@ from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.trainer import Trainer
-from arl_jax.types import Episode, Group, from_json, to_json
+from arl_jax.types import Episode, Group, Task, from_json, to_json
 
 Summary = dict[str, Any]
 
@@ -75,8 +75,12 @@ def run_experiment(
     config=dataclasses.asdict(config),
     summary=summary,
     metrics=metrics.read(run.path / "metrics.jsonl"),
-    episodes=list(zip(problem.heldout, after, strict=True))[
-      : config.report_episodes
+    episodes=[
+      (label, task, episode)
+      for label, episodes in (("after RL", after), ("before RL", before))
+      for task, episode in _shown(
+        problem.heldout, episodes, config.report_episodes
+      )
     ],
     decode=problem.renderer.tokenizer.piece,
   )
@@ -107,6 +111,16 @@ def _evaluate(trainer: Trainer, run: RunDirectory, name: str) -> list[Episode]:
     lines.append(json.dumps(to_json(group)))
   run.write_text(path.name, "\n".join(lines) + "\n")
   return episodes
+
+
+def _shown(
+  tasks: Sequence[Task], episodes: Sequence[Episode], count: int
+) -> list[tuple[Task, Episode]]:
+  """The first ones, half of them such whose context was rewritten, if any."""
+  pairs = list(zip(tasks, episodes, strict=True))
+  rewritten = [p for p in pairs if len(p[1].segments) > 1][: count // 2]
+  rest = [p for p in pairs if not any(p[1] is r[1] for r in rewritten)]
+  return rewritten + rest[: count - len(rewritten)]
 
 
 def _scores(problem: Problem, episodes: Sequence[Episode], seed: int):

@@ -99,7 +99,7 @@ def write_report(
   config: Mapping[str, Any],
   summary: Mapping[str, Any],
   metrics: Sequence[Mapping[str, Any]],
-  episodes: Sequence[tuple[Task, Episode]],
+  episodes: Sequence[tuple[str, Task, Episode]],
   decode: Callable[[int], str],
 ) -> None:
   """Writes the report: no script, no external resource, all text escaped.
@@ -112,7 +112,7 @@ def write_report(
       "seconds": {phase: number}, "tokens_per_second": {what: number}}; any of
       them may be missing, any number None.
     metrics: lines of metrics.jsonl; each number of a phase becomes a curve.
-    episodes: a few to show whole, with the task of each.
+    episodes: a few to show whole, each with a label and its task.
     decode: text of one token id.
 
   Raises:
@@ -320,19 +320,19 @@ def _smooth(values: np.ndarray) -> np.ndarray | None:
 
 
 def _trajectories(
-  episodes: Sequence[tuple[Task, Episode]], decode: Callable[[int], str]
+  episodes: Sequence[tuple[str, Task, Episode]], decode: Callable[[int], str]
 ) -> str:
   if not episodes:
     return ""
   legend = "".join(
     f'<span class="{classes}">{text}</span>' for classes, text in _LEGEND
   )
-  shown = (_trajectory(task, episode, decode) for task, episode in episodes)
+  shown = (_trajectory(*labelled, decode) for labelled in episodes)
   return f'<div class="legend">{legend}</div>' + "\n".join(shown)
 
 
 def _trajectory(
-  task: Task, episode: Episode, decode: Callable[[int], str]
+  label: str, task: Task, episode: Episode, decode: Callable[[int], str]
 ) -> str:
   reward = "not scored"
   if episode.reward is not None:
@@ -342,6 +342,7 @@ def _trajectory(
     reward = f"reward {_number(episode.reward.total)}"
     reward += f" ({parts})" if parts else ""
   facts = [
+    label,
     f"rollout {episode.rollout_index}",
     f"stopped: {episode.stop_reason.value}",
     f"{episode.turns} turns",

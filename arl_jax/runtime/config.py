@@ -154,7 +154,8 @@ class Config:
       each phase and on interruption.
     keep_checkpoints: newest ones kept.
     evaluation_seed: of held-out rollouts, the same before and after.
-    report_episodes: whole trajectories shown in the report.
+    report_episodes: whole trajectories that the report shows, before and
+      after each.
   """
 
   seed: int = 0
@@ -163,7 +164,7 @@ class Config:
   checkpoint_every: int = 50
   keep_checkpoints: int = 3
   evaluation_seed: int = 1234
-  report_episodes: int = 4
+  report_episodes: int = 3
   corpus: CorpusConfig = _make(CorpusConfig)
   tasks: TaskConfig = _make(TaskConfig)
   search: SearchConfig = _make(SearchConfig)

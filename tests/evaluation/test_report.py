@@ -108,7 +108,7 @@ def write(path, **kwargs):
 
 
 def test_tokens_carry_role_version_and_prune_marks(tmp_path):
-  _, page = write(tmp_path, episodes=[(TASK, PRUNED)])
+  _, page = write(tmp_path, episodes=[("after", TASK, PRUNED)])
   # Depth first: 0, its child 1, 1's child 3, then 0's other child 2.
   first, second, third, fourth = page.segments
   assert [x[1] for x in first] == [
@@ -138,7 +138,7 @@ def test_hostile_text_stays_text(tmp_path):
     config={HOSTILE: HOSTILE},
     summary={"before": {HOSTILE: [0, 0, 0]}, "seconds": {HOSTILE: 1}},
     metrics=[{"phase": HOSTILE, "step": i, HOSTILE: i} for i in range(3)],
-    episodes=[(TASK, PRUNED)],
+    episodes=[("after", TASK, PRUNED)],
   )
   assert "script" not in page.tags
   assert not any(name.startswith("on") for name, _ in page.attributes)

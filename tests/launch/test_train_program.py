@@ -133,7 +133,7 @@ class TestDryRun:
     shown = json.loads(out)
     assert shown["seed"] == 7
     assert shown["rl"]["optimizer"]["learning_rate"] == 0.25
-    assert shown["rl"]["steps"] == 2  # Reduced by smoke.
+    assert shown["rl"]["steps"] == 3  # Reduced by smoke.
     assert not run_dir.exists()
 
   def test_from_another_folder(self, tmp_path):
@@ -338,7 +338,7 @@ def test_smoke_leaves_every_promised_file(tmp_path, cache):
   code, out, err = run(*flags, cache=cache)
   assert code == 0, err
   assert "Traceback" not in err
-  assert_whole(run_dir, warm_steps=6, rl_steps=2)
+  assert_whole(run_dir, warm_steps=100, rl_steps=3)
   assert str(run_dir / "report.html") in out
   # What smoke is for: every part has run, the RL update too.
   rl = [
