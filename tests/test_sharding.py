@@ -25,7 +25,7 @@ def _mesh(**axes):
 @pytest.fixture(scope="module")
 def whole():
   """Parameters, ids and logits on one device."""
-  params = jax.jit(lambda key: init(CONFIG, key))(jax.random.key(0))
+  params = init(CONFIG, jax.random.key(0))
   ids = np.random.default_rng(0).integers(0, 64, (4, 12), np.int32)
   logits = jax.jit(functools.partial(forward, config=CONFIG))(
     params, input_ids=ids
@@ -59,14 +59,20 @@ def test_logits_on_eight_devices_are_those_of_one(axes, whole):
     assert first == CONFIG.experts // axes["expert"]
 
 
-def test_init_on_a_mesh_draws_what_one_device_draws(whole):
-  mesh = _mesh(data=2, tensor=2, expert=2)
-  drawn = jax.jit(
-    lambda key: init(CONFIG, key),
-    out_shardings=sharding.shardings(specs(CONFIG), mesh),
-  )(jax.random.key(0))
-  for a, b in zip(*map(jax.tree.leaves, (drawn, whole[0])), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
+def test_parameters_drawn_on_a_mesh_are_those_drawn_on_one_device():
+  tree = {
+    "gate": Spec(shape=(4, 8, 8), axes=("experts", "width", "mlp"), fan_in=8),
+    "norm": Spec(shape=(8,), axes=(None,), init="ones"),
+  }
+  key = jax.random.key(0)
+  placement = sharding.shardings(tree, _mesh(data=2, tensor=2, expert=2))
+  draw = jax.jit(
+    functools.partial(sharding.initialise, tree), out_shardings=placement
+  )
+  drawn, want = draw(key), sharding.initialise(tree, key)
+  for name in tree:
+    assert drawn[name].sharding == placement[name]
+    np.testing.assert_allclose(drawn[name], want[name], rtol=1e-6)
 
 
 def test_every_axis_of_every_parameter_is_known_or_whole():

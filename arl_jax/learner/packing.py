@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from flax import struct
 
 from arl_jax.types import Segment
+
+# An array, or whatever a jax transformation puts in its place.
+Leaf = Any
 
 
 class TokenBatch(struct.PyTreeNode):
@@ -24,13 +28,13 @@ class TokenBatch(struct.PyTreeNode):
     microbatches: [] int32, how many of the M hold anything.
   """
 
-  ids: np.ndarray
-  segment_ids: np.ndarray
-  mask: np.ndarray
-  behaviour_logp: np.ndarray
-  advantage: np.ndarray
-  temperature: np.ndarray
-  microbatches: np.ndarray
+  ids: Leaf
+  segment_ids: Leaf
+  mask: Leaf
+  behaviour_logp: Leaf
+  advantage: Leaf
+  temperature: Leaf
+  microbatches: Leaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

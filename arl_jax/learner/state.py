@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 from flax import struct
 
+from arl_jax.learner.packing import Leaf
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 
@@ -24,11 +25,11 @@ class TrainState(struct.PyTreeNode):
     skipped: [] int32, updates refused because a gradient wasn't finite.
   """
 
-  params: Any
-  opt_state: Any
-  step: jax.Array
-  version: jax.Array
-  skipped: jax.Array
+  params: Leaf
+  opt_state: Leaf
+  step: Leaf
+  version: Leaf
+  skipped: Leaf
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -67,7 +67,7 @@ def make_train_step(
     gradient, sums = jax.lax.fori_loop(
       0, batch.microbatches, microbatch, (zeros, sums)
     )
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, config.clip_norm / (norm + 1e-12))
     gradient = jax.tree.map(lambda g: g * scale, gradient)

@@ -13,7 +13,7 @@ import numpy as np
 from arl_jax.types import Sample
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Request:
   """One call of `sample` on its way."""
 
@@ -192,10 +192,8 @@ class LocalClient:
 
   def _prefill(self) -> None:
     config = self._engine.config
-    batch = [
-      self._prefilling.popleft()
-      for _ in range(min(config.prefill_rows, len(self._prefilling)))
-    ]
+    # They leave the queue only when they decode: a failure finds them there.
+    batch = list(self._prefilling)[: config.prefill_rows]
     rows = {}
     for request in batch:
       end = request.cached + config.prefill_chunk
@@ -205,7 +203,6 @@ class LocalClient:
       self.prefilled_tokens += len(rows[request.slot][1])
       request.cached += len(rows[request.slot][1])
       if request.cached < len(request.ids):
-        self._prefilling.appendleft(request)
         continue
       self._held[request.slot] = request.ids
       self._held_version[request.slot] = self._engine.version
@@ -217,6 +214,7 @@ class LocalClient:
         temperature=request.temperature,
       )
       self._decoding[request.slot] = request
+      self._prefilling.remove(request)
 
   def _generate(self) -> None:
     result = self._engine.generate()

@@ -6,13 +6,13 @@ import pytest
 from arl_jax.model import ModelConfig, init, mtp, mtp_forward, transformer
 
 CONFIG = ModelConfig(
-  vocab_size=64, width=32, heads=4, kv_heads=2, head_dim=8, expert_width=16
+  vocab_size=64, width=32, layers=1, heads=2, head_dim=8, expert_width=16
 )
 
 
 @pytest.fixture(scope="module")
 def params():
-  return jax.jit(lambda key: init(CONFIG, key))(jax.random.key(0))
+  return init(CONFIG, jax.random.key(0))
 
 
 def _row(ids, segment_ids=None):
@@ -21,6 +21,11 @@ def _row(ids, segment_ids=None):
     jnp.ones_like(ids) if segment_ids is None else jnp.array(segment_ids)
   )
   return ids, transformer.segment_positions(numbers), numbers
+
+
+_hidden = jax.jit(
+  lambda params, *row: transformer.hidden_states(params, CONFIG, *row)
+)
 
 
 @jax.jit
@@ -61,8 +66,8 @@ def test_entry_t_has_seen_tokens_up_to_t_plus_one(params):
 
 
 def test_gradient_of_distillation_reaches_the_module_only(params):
-  row = _row(_ids(2, 12))
-  (value, _), gradient = _distil(params, *row, jnp.ones((2, 12), bool))
+  row = _row(_ids(1, 12))
+  (value, _), gradient = _distil(params, *row, jnp.ones((1, 12), bool))
   assert value > 0
   for name, part in gradient.items():
     for path, x in jax.tree_util.tree_leaves_with_path(part):
@@ -73,8 +78,8 @@ def test_gradient_of_distillation_reaches_the_module_only(params):
 
 
 def test_loss_is_the_cross_entropy_to_the_main_head_one_later(params):
-  ids, positions, segment_ids = row = _row(_ids(1, 12))
-  hidden, _ = transformer.hidden_states(params, CONFIG, *row)
+  row = _row(_ids(1, 12))
+  hidden, _ = _hidden(params, *row)
   target = np.asarray(transformer.unembed(params, hidden), np.float64)[:, 1:-1]
   draft = np.asarray(_draft(params, *row), np.float64)[:, :-1]
   p, q = (np.exp(z) / np.exp(z).sum(-1, keepdims=True) for z in (target, draft))

@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ extend = jax.jit(lambda p, *a: _extend(p, CONFIG, *a))
 
 @pytest.fixture(scope="module")
 def params():
-  return jax.jit(lambda key: init(CONFIG, key))(jax.random.key(0))
+  return init(CONFIG, jax.random.key(0))
 
 
 def _ids(*shape, seed=0):
@@ -42,8 +43,7 @@ def test_logits_have_shape_and_type_declared(params):
 def test_init_gives_what_specs_declare_and_the_same_twice(params):
   declared = sharding.shapes(specs(CONFIG))
   assert jax.tree.structure(params) == jax.tree.structure(declared)
-  again = jax.jit(lambda key: init(CONFIG, key))(jax.random.key(0))
-  other = jax.jit(lambda key: init(CONFIG, key))(jax.random.key(1))
+  again, other = (init(CONFIG, jax.random.key(seed)) for seed in (0, 1))
   for (path, a), b, c, spec in zip(
     jax.tree_util.tree_leaves_with_path(params),
     *map(jax.tree.leaves, (again, other, declared)),
@@ -86,10 +86,6 @@ def test_impossible_config_is_refused_by_name(field, value, match):
   setattr(config, field, value)
   with pytest.raises(ValueError, match=match):
     init(config, jax.random.key(0))
-
-
-def _rows(ids, segment_ids):
-  return {"input_ids": np.array([ids]), "segment_ids": np.array([segment_ids])}
 
 
 # Longer than a block of queries, so that segments straddle blocks.
@@ -173,7 +169,7 @@ def test_positions_start_from_zero_in_every_segment():
 
 
 def test_later_tokens_do_not_change_earlier_logits(params):
-  ids = _ids(1, 16)
+  ids = _ids(2, 16)
   changed = ids.copy()
   changed[0, 9] = (changed[0, 9] + 1) % 64
   one, two = (np.asarray(forward(params, input_ids=x)) for x in (ids, changed))
@@ -226,47 +222,51 @@ def test_first_tokens_and_padding_have_no_log_prob(params, packed_rows):
     assert array[~nothing].all()
 
 
+_WANTED = np.random.default_rng(3).random((2, 16)) < 0.3
+_WEIGHT = np.arange(32, dtype=np.float32).reshape(2, 16) / 32 - 0.4
+
+
+def _weighted(logp, entropy, wanted):
+  return jnp.where(wanted, _WEIGHT * (logp + 0.1 * entropy), 0.0).sum()
+
+
+@pytest.fixture(scope="module")
+def naive(params):
+  """Log-probs, entropies and the gradient from whole logits."""
+  ids = jnp.array(_ids(2, 16))
+
+  def total(p):
+    logp, entropy = _naive(_forward(p, CONFIG, ids), ids, 0.8)
+    return _weighted(logp, entropy, _WANTED), (logp, entropy)
+
+  return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+
 @pytest.mark.parametrize("chunk", [512, 8])
 def test_wanted_log_probs_and_their_gradient_are_those_of_the_naive_form(
-  params, chunk, monkeypatch
+  params, naive, chunk, monkeypatch
 ):
   # 8 positions a chunk: some are skipped, one is partly filled.
   monkeypatch.setattr(transformer, "_LOGIT_CHUNK", chunk)
   ids = jnp.array(_ids(2, 16))
-  wanted = jnp.array(np.random.default_rng(3).random((2, 16)) < 0.3)
-  weight = jnp.where(wanted, jnp.arange(32.0).reshape(2, 16) / 32 - 0.4, 0.0)
 
-  def sparse(p):
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def sparse(p, wanted):
     logp, entropy = _token_logprobs(
       p, CONFIG, ids, temperature=0.8, wanted=wanted
     )
-    return (weight * (logp + 0.1 * entropy)).sum(), (logp, entropy)
+    return _weighted(logp, entropy, wanted), (logp, entropy)
 
-  def naive(p):
-    logp, entropy = _naive(_forward(p, CONFIG, ids), ids, 0.8)
-    return (weight * (logp + 0.1 * entropy)).sum(), (logp, entropy)
-
-  (value, got), gradient = jax.jit(jax.value_and_grad(sparse, has_aux=True))(
-    params
-  )
-  (value_2, want), gradient_2 = jax.jit(
-    jax.value_and_grad(naive, has_aux=True)
-  )(params)
+  (value, got), gradient = sparse(params, _WANTED)
+  (value_2, want), gradient_2 = naive
   np.testing.assert_allclose(value, value_2, rtol=1e-5)
   for a, b in zip(got, want, strict=True):
-    np.testing.assert_allclose(a, jnp.where(wanted, b, 0.0), atol=1e-5)
+    np.testing.assert_allclose(a, np.where(_WANTED, b, 0.0), atol=1e-5)
   for a, b in zip(*map(jax.tree.leaves, (gradient, gradient_2)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
-
-def test_nothing_wanted_costs_no_gradient(params):
-  ids = jnp.array(_ids(1, 16))
-  wanted = jnp.zeros((1, 16), bool)
-
-  def total(p):
-    return sum(x.sum() for x in _token_logprobs(p, CONFIG, ids, wanted=wanted))
-
-  value, gradient = jax.jit(jax.value_and_grad(total))(params)
+  (value, _), gradient = sparse(params, np.zeros((2, 16), bool))
   assert value == 0
   assert not any(np.asarray(x).any() for x in jax.tree.leaves(gradient))
 
@@ -276,7 +276,7 @@ def _sizes(jaxpr):
   for equation in jaxpr.eqns:
     for variable in equation.outvars:
       yield variable.aval.shape
-    for inner in jax.core.jaxprs_in_params(equation.params):
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
       yield from _sizes(inner)
 
 
@@ -344,12 +344,11 @@ def test_extend_leaves_idle_slots_as_they_are(params):
 
 def test_what_a_slot_held_before_does_not_matter(params):
   # A rewritten prefix: tokens from 3 on are replaced, old ones lie beyond.
-  ids, old = _ids(1, 8), _ids(1, 16, seed=1)
+  ids, old = _ids(2, 12), _ids(2, 12, seed=1)
   old[:, :3] = ids[:, :3]
-  cache = init_cache(CONFIG, 1, 20)
-  cache, _ = extend(params, cache, old, np.array([0]), np.array([16]))
-  _, hidden = extend(params, cache, ids[:, 3:], np.array([3]), np.array([5]))
+  zero, three, five, all_ = (np.full(2, n, np.int32) for n in (0, 3, 5, 12))
+  cache, _ = extend(params, init_cache(CONFIG, 2, 20), old, zero, all_)
+  _, hidden = extend(params, cache, ids[:, 3:8], three, five)
   logits = transformer.unembed(params, hidden)
-  np.testing.assert_allclose(
-    logits, forward(params, input_ids=ids)[:, 3:], atol=1e-4
-  )
+  want = forward(params, input_ids=ids)[:, 3:8]
+  np.testing.assert_allclose(logits, want, atol=1e-4)
