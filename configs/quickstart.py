@@ -2,6 +2,8 @@
 
 Command:   make quickstart
 Hardware:  2 CPU cores, 2 GiB of memory
+Duration:  6 to 8 minutes (at most 10 on a busy machine)
+Expect:    held-out reward from about 0.0 to about 1.2
 """
 
 from arl_jax.runtime.config import Config
