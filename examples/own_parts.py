@@ -12,7 +12,6 @@ import dataclasses
 from absl import app, flags
 
 from arl_jax.evaluation.experiment import run_experiment
-from arl_jax.losses import cispo
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
@@ -20,11 +19,6 @@ from arl_jax.runtime.problem import SearchProblem
 from arl_jax.types import Episode, Reward, Task
 
 _RUN_DIR = flags.DEFINE_string("run_dir", "runs/own_parts", "Where it writes.")
-
-
-def tight_cispo(logp, behaviour_logp, advantage, mask, *, ratio_max=2.0):
-  """A loss: arrays in, (per_token, stats) out. CISPO with a lower bound."""
-  return cispo(logp, behaviour_logp, advantage, mask, ratio_max=ratio_max)
 
 
 class BriefSearch(SearchProblem):
@@ -47,7 +41,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
   config = Config(smoke=True, run_dir=_RUN_DIR.value)
-  config.rl.loss = "examples.own_parts:tight_cispo"
+  config.rl.loss = "examples.own_loss:tight_cispo"
   config.resolve()
   problem = BriefSearch(config)
   with (

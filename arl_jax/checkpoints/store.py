@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -49,6 +51,7 @@ class CheckpointStore:
     if number in self._manager.all_steps():
       return
     self._check_space(state)
+    json.dumps(record)  # Before the arrays: a bad record writes nothing.
     try:
       self._manager.save(
         number,
@@ -59,6 +62,8 @@ class CheckpointStore:
       )
       self._manager.wait_until_finished()
     except Exception as error:
+      with contextlib.suppress(Exception):
+        self._manager.wait_until_finished()
       self._sweep()
       raise OSError(
         _errno_of(error),

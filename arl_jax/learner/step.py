@@ -45,8 +45,10 @@ def make_train_step(
 
   Gradients of every term are sums over tokens, added up over the microbatches
   and divided once by that term's count in the whole batch: the result doesn't
-  depend on how the batch was cut. An update whose gradient isn't finite is
-  skipped and counted. Metrics are means, also over the whole batch.
+  depend on how the batch was cut, but for two terms that are made of rows: the
+  routers' balance, and the share of rows that the MTP module sees. An update
+  whose gradient isn't finite is skipped and counted. Metrics are means, also
+  over the whole batch.
   """
 
   def train_step(

@@ -25,8 +25,9 @@ class _Request:
   temperature: float
   done: asyncio.Future
   slot: int = -1
-  # Tokens of `ids` that the slot's cache holds.
+  # Tokens of `ids` that the slot's cache holds, computed by `version`.
   cached: int = 0
+  version: int = -1
   tokens: list[int] = dataclasses.field(default_factory=list)
   logp: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
@@ -82,7 +83,8 @@ class LocalClient:
     """See `types.PolicyClient`.
 
     Raises:
-      ValueError: the request is empty or doesn't fit into a slot.
+      ValueError: the request is empty, doesn't fit into a slot, or names
+        another value that can't be.
     """
     room = self._engine.max_length - len(ids)
     if not ids or not 1 <= max_tokens <= room:
@@ -90,6 +92,16 @@ class LocalClient:
         f"request of {len(ids)} ids with max_tokens {max_tokens} needs at"
         f" least one id and must fit into {self._engine.max_length} tokens"
       )
+    # Checked here: inside the driver it would fail everybody's requests.
+    if len(stop_ids) > self._engine.max_stop_ids:
+      raise ValueError(
+        f"{len(stop_ids)} stop ids; a request may have"
+        f" {self._engine.max_stop_ids}"
+      )
+    if not 0 <= seed < 2**31:
+      raise ValueError(f"seed {seed} is not in 0..2**31 - 1")
+    if not 0 < temperature < float("inf"):
+      raise ValueError(f"temperature {temperature} is not > 0")
     if self._driver is None or self._driver.done():
       raise RuntimeError("LocalClient is used outside of its `async with`")
     request = _Request(
@@ -112,7 +124,10 @@ class LocalClient:
   async def close(self, session: str) -> None:
     slot = self._slots.pop(session, None)
     if slot is not None:
-      self._decoding.pop(slot, None)
+      running = self._decoding.pop(slot, None)
+      if running is not None:
+        self._engine.free_resource(slot)
+        running.done.cancel()
       self._held.pop(slot, None)
       self._free.append(slot)
       self._wake.set()
@@ -175,6 +190,7 @@ class LocalClient:
         slot = self._slots[request.session] = self._free.popleft()
       request.slot = slot
       request.cached = self._common_prefix(slot, request.ids)
+      request.version = self._engine.version
       self._prefilling.append(request)
 
   def _common_prefix(self, slot: int, ids: list[int]) -> int:
@@ -196,16 +212,19 @@ class LocalClient:
     batch = list(self._prefilling)[: config.prefill_rows]
     rows = {}
     for request in batch:
+      if request.version != self._engine.version:
+        # New weights in between: a cache is of one version, or of none.
+        request.cached, request.version = 0, self._engine.version
+      self._hold(request)
       end = request.cached + config.prefill_chunk
       rows[request.slot] = (request.cached, request.ids[request.cached : end])
     self._engine.prefill(rows)
     for request in batch:
       self.prefilled_tokens += len(rows[request.slot][1])
       request.cached += len(rows[request.slot][1])
+      self._hold(request)
       if request.cached < len(request.ids):
         continue
-      self._held[request.slot] = request.ids
-      self._held_version[request.slot] = self._engine.version
       self._engine.insert(
         request.slot,
         limit=request.limit,
@@ -215,6 +234,13 @@ class LocalClient:
       )
       self._decoding[request.slot] = request
       self._prefilling.remove(request)
+
+  def _hold(self, request: _Request) -> None:
+    """Records what the slot's cache holds, so that a cancelled prefill leaves
+    no false claim.
+    """
+    self._held[request.slot] = request.ids[: request.cached]
+    self._held_version[request.slot] = request.version
 
   def _generate(self) -> None:
     result = self._engine.generate()

@@ -105,6 +105,7 @@ class Engine:
   ):
     """Args: max_length: tokens a slot can hold, prompt and samples."""
     config.validate()
+    self.max_stop_ids = MAX_STOP_IDS
     self.model, self.config, self.max_length = model, config, max_length
     self.params, self.version = params, version
     self.state = self._empty()

@@ -34,7 +34,13 @@ def sample(
   logp = jax.nn.log_softmax(logits / temperature[:, None], axis=-1)
   cumulative = jnp.cumsum(jnp.exp(logp), axis=-1)
   threshold = jax.vmap(uniform)(seed, index) * cumulative[:, -1]
-  # First entry beyond the threshold: never one of probability 0.
   ids = (cumulative <= threshold[:, None]).sum(-1).astype(jnp.int32)
   ids = jnp.minimum(ids, logits.shape[1] - 1)
+  # A parallel sum isn't quite monotone, so that the count can be off by one and
+  # meet an entry of probability 0; the nearest possible one before it stands.
+  possible = jnp.isfinite(logp)
+  index = jnp.arange(logits.shape[1], dtype=jnp.int32)
+  before = jax.lax.cummax(jnp.where(possible, index, -1), axis=1)
+  nearest = jnp.take_along_axis(before, ids[:, None], 1)[:, 0]
+  ids = jnp.where(nearest < 0, jnp.argmax(possible, axis=1), nearest)
   return ids, jnp.take_along_axis(logp, ids[:, None], 1)[:, 0]

@@ -423,3 +423,72 @@ def test_as_many_stop_ids_as_declared_are_heeded(engine):
   sample = _run(engine, body)
   assert len(sample.ids) == 1
   assert sample.stopped
+
+
+def test_cancelled_prefill_leaves_no_false_cache(engine, params):
+  known = _prompt(16)
+  rewritten = [*known[:2], *_prompt(30, seed=1)]
+
+  async def body(client):
+    await _ask(client, "a", known)
+    before = client.prefilled_tokens
+    task = asyncio.create_task(_ask(client, "a", rewritten))
+    # One chunk of the rewritten context is in, over the known one.
+    while client.prefilled_tokens == before:
+      await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return await _ask(client, "a", [*known, 5])
+
+  _assert_replayed(params[0], [*known, 5], _run(engine, body))
+
+
+def test_weights_that_change_within_a_prefill_start_it_anew(engine, params):
+  prompt = _prompt(30)
+
+  async def body(client):
+    task = asyncio.create_task(_ask(client, "a", prompt))
+    while client.prefilled_tokens < 8:
+      await asyncio.sleep(0)
+    engine.update_weights(params[1], 1)
+    return await task
+
+  sample = _run(engine, body)
+  assert set(sample.versions.tolist()) == {1}
+  _assert_replayed(params[1], prompt, sample)
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"stop_ids": range(MAX_STOP_IDS + 1)},
+    {"seed": 2**31},
+    {"seed": -1},
+    {"temperature": 0.0},
+    {"temperature": float("nan")},
+  ],
+)
+def test_a_wrong_request_fails_alone(engine, wrong):
+  async def body(client):
+    stranger, refused = await asyncio.gather(
+      _ask(client, "a", _prompt(5)),
+      _ask(client, "b", _prompt(5), **wrong),
+      return_exceptions=True,
+    )
+    assert len(stranger.ids)
+    assert isinstance(refused, ValueError)
+
+  _run(engine, body)
+
+
+def test_closing_a_running_session_ends_its_request(engine):
+  async def body(client):
+    task = asyncio.create_task(_ask(client, "a", _prompt(5), max_tokens=40))
+    while not client.sampled_tokens:
+      await asyncio.sleep(0)
+    await client.close("a")
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    assert not engine.state.active.any()
+
+  _run(engine, body)

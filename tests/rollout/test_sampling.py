@@ -107,3 +107,18 @@ def test_holes_in_the_distribution_are_never_drawn():
   ids, logp = _many(logits, 20_000)
   assert set(ids) == {1, 4, 7, 10, 13}
   assert np.isfinite(logp).all()
+
+
+def test_impossible_tokens_are_never_drawn_from_a_large_vocabulary():
+  # With this seed the parallel sum alone would draw an impossible token.
+  random = np.random.default_rng(0)
+  logits = (random.normal(size=4096) * 3).astype(np.float32)
+  logits[random.random(4096) < 0.5] = -np.inf
+  ids, logp = _draw(
+    jnp.asarray(logits)[None],
+    jnp.ones(1),
+    jnp.array([332597], jnp.int32),
+    jnp.zeros(1, jnp.int32),
+  )
+  assert np.isfinite(logits[np.asarray(ids)[0]])
+  assert np.isfinite(np.asarray(logp)[0])
