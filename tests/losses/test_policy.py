@@ -12,7 +12,7 @@ from arl_jax.losses import cispo, grpo, policy_gradient, reduce
 _TESTDATA = pathlib.Path(__file__).parents[1] / "testdata" / "losses"
 
 # Batches with holes in the mask, an empty row and log ratios up to ±30, from
-# independent float64 code (/work/shared/goldens/README.md).
+# independent float64 code.
 _BATCHES = json.loads((_TESTDATA / "policy_losses.json").read_text())
 
 # Name among the expected values -> the function that must give it.
