@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format clean
+.PHONY: help quickstart models test lint format clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' \
@@ -17,6 +17,9 @@ help:  ## Show this list.
 
 quickstart: $(STAMP)  ## Train the search agent on this machine (ARGS=flags).
 	$(BIN)/python -m launch.train --config=$(CONFIG) $(ARGS)
+
+models: $(STAMP)  ## Download the small models that tests and examples use.
+	$(BIN)/python -m launch.models $(ARGS)
 
 test: $(STAMP)  ## Run the tests (ARGS=pytest arguments).
 	$(BIN)/python -m pytest $(ARGS)

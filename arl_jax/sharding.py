@@ -7,22 +7,32 @@ axis are an error, not a silent replication.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+# Mesh axes in order: neighbouring devices differ in the last one. "context" is
+# kept free for splitting sequences.
+AXES = ("data", "fsdp", "expert", "tensor")
 
 # Logical axis -> mesh axes it may be split over. Axes absent from a mesh, and
 # logical axes absent from the table, mean replication.
 RULES: Mapping[str, tuple[str, ...]] = {
-  "batch": ("data", "fsdp"),
+  "batch": ("data", "fsdp", "expert"),
+  # Between layers only: the kept residual stream is split further.
+  "sequence": ("tensor",),
   "vocab": ("tensor",),
   "width": ("fsdp",),
   "heads": ("tensor",),
+  "kv_heads": ("tensor",),
   "mlp": ("tensor",),
   "experts": ("expert",),
 }
@@ -52,6 +62,17 @@ class Spec:
       raise ValueError(f"Spec.axes {self.axes} does not name {self.shape}")
 
 
+def stacked(specs: Any, count: int) -> Any:
+  """The specs with a leading axis of `count`; 0 leaves them as they are."""
+
+  def one(spec: Spec) -> Spec:
+    return dataclasses.replace(
+      spec, shape=(count, *spec.shape), axes=(None, *spec.axes)
+    )
+
+  return jax.tree.map(one, specs, is_leaf=_is_spec) if count else specs
+
+
 def _is_spec(x: Any) -> bool:
   return isinstance(x, Spec)
 
@@ -67,9 +88,9 @@ def initialise(specs: Any, key: jax.Array, dtype: Any = jnp.float32) -> Any:
     std = spec.scale
     if spec.init == "normal":
       std /= math.sqrt(spec.fan_in)
-    own = key
-    for char in jax.tree_util.keystr(path).encode():
-      own = jax.random.fold_in(own, char)
+    own = jax.random.fold_in(
+      key, zlib.crc32(jax.tree_util.keystr(path).encode())
+    )
     return (std * jax.random.normal(own, spec.shape)).astype(dtype)
 
   return jax.tree_util.tree_map_with_path(draw, specs, is_leaf=_is_spec)
@@ -82,6 +103,26 @@ def shapes(specs: Any, dtype: Any = jnp.float32) -> Any:
   )
 
 
+def make_mesh(devices: Any = None, **sizes: int) -> Mesh:
+  """A mesh of `AXES`, e.g. `make_mesh(fsdp=4, tensor=2)`; others have size 1.
+
+  Use it as `with jax.set_mesh(mesh):` around compiled functions.
+
+  Raises:
+    ValueError: an unknown axis, or a product that isn't the device count.
+  """
+  devices = jax.devices() if devices is None else devices
+  if unknown := sorted(set(sizes) - set(AXES)):
+    raise ValueError(f"mesh axis {unknown[0]!r} is not one of {AXES}")
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
+  if math.prod(shape) != len(devices):
+    raise ValueError(
+      f"a mesh of {sizes} has {math.prod(shape)} devices, not {len(devices)}"
+    )
+  automatic = (jax.sharding.AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(shape, AXES, automatic, devices=devices)
+
+
 def shardings(
   specs: Any, mesh: Mesh, rules: Mapping[str, tuple[str, ...]] = RULES
 ) -> Any:
@@ -92,30 +133,92 @@ def shardings(
   """
 
   def one(spec: Spec) -> NamedSharding:
-    return NamedSharding(mesh, partition(spec.axes, mesh, rules))
+    return NamedSharding(mesh, partition(spec.axes, spec.shape, mesh, rules))
 
   return jax.tree.map(one, specs, is_leaf=_is_spec)
 
 
 def partition(
   axes: tuple[str | None, ...],
-  mesh: Mesh,
+  shape: tuple[int, ...],
+  mesh: Mesh | AbstractMesh,
   rules: Mapping[str, tuple[str, ...]] = RULES,
 ) -> PartitionSpec:
-  """Mesh axes of each dimension. Raises ValueError on a collision."""
+  """Mesh axes of each dimension.
+
+  A dimension is split over as many of its mesh axes, in their order, as divide
+  it.
+
+  Raises:
+    ValueError: two dimensions ask for the same mesh axis.
+  """
   used: set[str] = set()
   parts: list[tuple[str, ...] | None] = []
-  for axis in axes:
+  # Inside a `shard_map` over some axes, those are split already.
+  free = {
+    name: size
+    for name, size, kind in zip(
+      mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+    )
+    if kind != jax.sharding.AxisType.Manual
+  }
+  for axis, size in zip(axes, shape, strict=True):
     wanted = rules.get(axis, ()) if axis else ()
-    names = tuple(n for n in wanted if mesh.shape.get(n, 1) > 1)
+    names = tuple(n for n in wanted if free.get(n, 1) > 1)
     if used & set(names):
       raise ValueError(
         f"logical axes {axes} use mesh axis {sorted(used & set(names))} twice;"
         " give one of them another rule"
       )
     used |= set(names)
+    while names and size % math.prod(free[n] for n in names):
+      names = names[:-1]
     parts.append(names or None)
   return PartitionSpec(*parts)
+
+
+def mesh_axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """An entry of a `PartitionSpec` as a tuple."""
+  return (part,) if isinstance(part, str) else part or ()
+
+
+def ambient_mesh() -> AbstractMesh | None:
+  """The mesh of `jax.set_mesh`, None without one or with one device."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if not mesh.empty and mesh.size > 1 else None
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+  """Asks that x be split as its logical axes say on the ambient mesh."""
+  mesh = ambient_mesh()
+  if mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+
+
+_TARGET: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar(
+  "target", default=None
+)
+
+
+def target() -> jax.Device:
+  """A device of the kind that is being compiled for."""
+  return _TARGET.get() or jax.devices()[0]
+
+
+def platform() -> str:
+  """What is being compiled for: "cpu", "gpu" or "tpu"."""
+  return target().platform
+
+
+@contextlib.contextmanager
+def compiling_for(device: jax.Device) -> Iterator[None]:
+  """Traces for devices that this process may not have."""
+  token = _TARGET.set(device)
+  try:
+    yield
+  finally:
+    _TARGET.reset(token)
 
 
 def parameter_count(specs: Any) -> int:

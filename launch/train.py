@@ -11,18 +11,18 @@ import signal
 import sys
 from collections.abc import Callable
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
 from arl_jax.evaluation import suites
 from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
-from arl_jax.runtime.actor import Interrupted
-from arl_jax.runtime.config import Config, explain_field
+from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import SearchProblem
+from launch import command
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py")
+_CONFIG = config_flags.DEFINE_config_file("config")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the configuration, stop.")
 _RESUME = flags.DEFINE_bool("resume", False, "Go on from the last checkpoint.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Empty the run directory.")
@@ -82,41 +82,8 @@ def _stop_on_signals() -> Callable[[], bool]:
   return lambda: bool(asked)
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-  """Parses flags; whatever is wrong with them is one line."""
-  try:
-    return flags.FLAGS(argv)
-  except KeyError:
-    fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
-    reasons = [explain_field(Config(), field) for field in fields if field]
-    problem = "; ".join(filter(None, reasons))
-  except Exception as error:  # A configuration is code and may raise any.
-    # The library's reason for a failed load comes after its own first line.
-    kind = "" if isinstance(error, flags.Error) else type(error).__name__ + " "
-    problem = kind + " ".join(str(error).split())[:300]
-  print(f"error: {problem}", file=sys.stderr)
-  sys.exit(2)
-
-
-def _guarded(argv: list[str]) -> None:
-  """Runs `main`; known errors are one line and an exit code."""
-  try:
-    main(argv)
-  except Interrupted:
-    print("stopped at a checkpoint; go on with --resume", file=sys.stderr)
-    sys.exit(130)
-  except KeyboardInterrupt:
-    print("stopped at once; --resume goes on from the last checkpoint")
-    sys.exit(130)
-  except (ValueError, OSError) as error:
-    reason = getattr(error, "strerror", None) or error
-    print(f"error: {reason}", file=sys.stderr)
-    sys.exit(1)
-
-
 def run() -> None:
-  logging.set_verbosity(logging.WARNING)
-  app.run(_guarded, flags_parser=_parse_flags)
+  command.run(main, Config(), "configs/quickstart.py")
 
 
 if __name__ == "__main__":

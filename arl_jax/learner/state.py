@@ -1,6 +1,7 @@
 """What a training run carries from step to step."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from arl_jax import sharding
 from arl_jax.learner.packing import Leaf
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
@@ -49,6 +52,8 @@ class OptimizerConfig:
     b1: decay of AdamW's first moment.
     b2: decay of AdamW's second moment.
     weight_decay: decoupled.
+    moment_dtype: what the optimizer's moments are kept in, "float32" or
+      "bfloat16"; updates are computed in float32.
   """
 
   name: str = "adamw"
@@ -60,11 +65,17 @@ class OptimizerConfig:
   b1: float = 0.9
   b2: float = 0.95
   weight_decay: float = 0.0
+  moment_dtype: str = "float32"
 
   def validate(self, where: str) -> None:
     """Raises ValueError naming the field below `where` that can't be."""
     if self.name not in ("adamw", "muon"):
       raise ValueError(f"{where}.name is {self.name!r}, not 'adamw' or 'muon'")
+    if self.moment_dtype not in ("float32", "bfloat16"):
+      raise ValueError(
+        f"{where}.moment_dtype is {self.moment_dtype!r}, not 'float32' or"
+        " 'bfloat16'"
+      )
     for name in ("learning_rate", "muon_learning_rate"):
       if not 0 < getattr(self, name) < float("inf"):
         raise ValueError(f"{where}.{name} is {getattr(self, name)}, not > 0")
@@ -72,6 +83,30 @@ class OptimizerConfig:
 
 def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """A plain optax transform; clipping is the train step's, which reports it."""
+  tx = _float32_optimizer(config)
+  return tx if config.moment_dtype == "float32" else _kept_as_bfloat16(tx)
+
+
+def _kept_as_bfloat16(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """The same, with a state of half the size between updates."""
+
+  def cast(state: Any, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(new) if x.dtype == old else x, state)
+
+  def init(params: Any) -> Any:
+    return cast(tx.init(params), jnp.float32, jnp.bfloat16)
+
+  def update(updates: Any, state: Any, params: Any = None) -> Any:
+    wide = cast(state, jnp.bfloat16, jnp.float32)
+    updates, wide = tx.update(updates, wide, params)
+    return updates, cast(wide, jnp.float32, jnp.bfloat16)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _float32_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   adamw = optax.adamw(
     _schedule(config, config.learning_rate),
     b1=config.b1,
@@ -126,3 +161,46 @@ def with_optimizer(
     version=jnp.asarray(version, jnp.int32),
     skipped=jnp.zeros((), jnp.int32),
   )
+
+
+def abstract(
+  model: ModelConfig,
+  tx: optax.GradientTransformation,
+  mesh: Mesh,
+  rules: Mapping[str, tuple[str, ...]] = sharding.RULES,
+) -> TrainState:
+  """Shapes and shardings of a state on a mesh; moments lie with their weights.
+
+  Returns:
+    A state of `jax.ShapeDtypeStruct`.
+  """
+  specs = transformer.specs(model)
+  places = sharding.shardings(specs, mesh, rules)
+  whole = NamedSharding(mesh, PartitionSpec())
+  params = jax.tree.map(_placed, sharding.shapes(specs), places)
+  of_weights = {
+    path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+
+  def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    # A moment stands in the state under the keys of its weight.
+    ends = (path[i:] for i in range(len(path)))
+    return _placed(
+      x, next((of_weights[e] for e in ends if e in of_weights), whole)
+    )
+
+  opt_state = jax.tree_util.tree_map_with_path(
+    place, jax.eval_shape(tx.init, params)
+  )
+  number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+  return TrainState(
+    params=params,
+    opt_state=opt_state,
+    step=number,
+    version=number,
+    skipped=number,
+  )
+
+
+def _placed(x: jax.ShapeDtypeStruct, place: NamedSharding) -> Any:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -10,8 +10,9 @@ import optax
 from arl_jax.learner.packing import TokenBatch
 from arl_jax.learner.state import TrainState
 from arl_jax.losses.policy import reduce
-from arl_jax.model import mtp, transformer
+from arl_jax.model import logprobs, mtp, transformer
 from arl_jax.model.config import ModelConfig
+from arl_jax.model.rope import segment_positions
 from arl_jax.types import LossFn
 
 Metrics = dict[str, jax.Array]
@@ -27,12 +28,23 @@ class StepConfig:
       module only. 0 leaves the module as it is.
     mtp_share: of each microbatch's rows that the module learns from.
     clip_norm: largest global norm of the gradient.
+    compute_dtype: of the forward and backward pass, "float32" or "bfloat16";
+      parameters, sums of gradients and updates stay as they are.
   """
 
   balance_weight: float = 1e-3
   mtp_weight: float = 1.0
   mtp_share: float = 0.25
   clip_norm: float = 1.0
+  compute_dtype: str = "float32"
+
+  def validate(self, where: str) -> None:
+    """Raises ValueError naming the field below `where` that can't be."""
+    if self.compute_dtype not in ("float32", "bfloat16"):
+      raise ValueError(
+        f"{where}.compute_dtype is {self.compute_dtype!r}, not 'float32' or"
+        " 'bfloat16'"
+      )
 
 
 def make_train_step(
@@ -45,10 +57,9 @@ def make_train_step(
 
   Gradients of every term are sums over tokens, added up over the microbatches
   and divided once by that term's count in the whole batch: the result doesn't
-  depend on how the batch was cut, but for two terms that are made of rows: the
-  routers' balance, and the share of rows that the MTP module sees. An update
-  whose gradient isn't finite is skipped and counted. Metrics are means, also
-  over the whole batch.
+  depend on how the batch was cut, but for one term that is made of rows: the
+  share of them that the MTP module sees. An update whose gradient isn't finite
+  is skipped and counted. Metrics are means, also over the whole batch.
   """
 
   def train_step(
@@ -124,11 +135,12 @@ def _counts(batch: TokenBatch, config: StepConfig) -> Mapping[str, jax.Array]:
 
 def _numerators(params, model, loss_fn, config, part, denominators):
   """Loss of a microbatch, already over global counts, and metric sums."""
-  positions = transformer.segment_positions(part.segment_ids)
+  params = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+  positions = segment_positions(part.segment_ids)
   hidden, record = transformer.hidden_states(
     params, model, part.ids, positions, part.segment_ids
   )
-  logp, entropy = transformer.logprobs_from_hidden(
+  logp, entropy = logprobs.from_hidden(
     params,
     hidden,
     part.ids,
@@ -141,7 +153,9 @@ def _numerators(params, model, loss_fn, config, part, denominators):
   )
   numerator, _ = reduce(per_token, part.mask)
   total = numerator / denominators["trained"]
-  balance = _balance(record, part.segment_ids)
+  balance = jnp.zeros(())
+  if model.moe_layers:
+    balance = record["balance"].mean(-1).sum()
   total += config.balance_weight * balance / denominators["real"]
   drafted = jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
   if model.mtp_heads and config.mtp_weight:
@@ -169,23 +183,6 @@ def _numerators(params, model, loss_fn, config, part, denominators):
     "mtp_agree": drafted[2],
   }
   return total, jax.lax.stop_gradient(sums)
-
-
-def _balance(record: Mapping[str, jax.Array], segment_ids: jax.Array):
-  """Σ_e f_e P_e of each row, times its tokens, mean over layers.
-
-  f is the share of choices that fell on expert e, scaled to 1 when even, P its
-  mean probability: 1 at perfect balance (DeepSeek-V3, arXiv 2412.19437,
-  eq. 17, with rows as sequences).
-  """
-  real = (segment_ids > 0).astype(jnp.float32)[..., None, None]
-  tokens = jnp.maximum(real.sum(1), 1.0)
-  chosen = record["chosen"]
-  experts = chosen.shape[-1]
-  k = record["experts"].shape[-1]
-  share = (chosen * real).sum(1) / tokens * experts / k
-  probability = (record["probabilities"] * real).sum(1) / tokens
-  return ((share * probability).sum(-1).mean(-1) * real.sum((1, 2, 3))).sum()
 
 
 def _metrics(sums, denominators, norm, state: TrainState) -> Metrics:

@@ -1,132 +1,236 @@
-"""Grouped-query attention: full rows for training, a cache for decoding."""
+"""Softmax attention, and grouped-query heads around it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from arl_jax import sharding
+from arl_jax.model import rope
 from arl_jax.model.config import ModelConfig
+from arl_jax.model.splash import splash_attention
 from arl_jax.sharding import Spec
 
 # Finite, so that a row without any visible key gives no NaN.
 _MASKED = -1e30
 
-# Queries that meet their keys at once in whole rows.
-_QUERY_BLOCK = 128
+# Queries that meet their keys at once in whole rows, and the most such blocks
+# that are written out.
+_QUERY_BLOCK, _QUERY_BLOCKS = 128, 32
+
+# Longer rows recompute their scores in the backward pass.
+_SCORES_HELD = 2048
 
 
 def specs(config: ModelConfig) -> dict[str, Spec]:
   d, h, g, k = config.width, config.heads, config.kv_heads, config.head_dim
-  return {
+  v = config.values
+  tree = {
     "norm": Spec(shape=(d,), axes=(None,), init="ones"),
     "q": Spec(shape=(d, h * k), axes=("width", "heads"), fan_in=d),
     "k": Spec(shape=(d, g * k), axes=("width", "heads"), fan_in=d),
-    "v": Spec(shape=(d, g * k), axes=("width", "heads"), fan_in=d),
-    "q_norm": Spec(shape=(k,), axes=(None,), init="ones"),
-    "k_norm": Spec(shape=(k,), axes=(None,), init="ones"),
-    "out": Spec(shape=(h * k, d), axes=("heads", "width"), fan_in=h * k),
+    "v": Spec(shape=(d, g * v), axes=("width", "heads"), fan_in=d),
+    "out": Spec(shape=(h * v, d), axes=("heads", "width"), fan_in=h * v),
   }
+  if config.qk_norm:
+    for name in ("q_norm", "k_norm"):
+      tree[name] = Spec(shape=(k,), axes=(None,), init="ones")
+  if config.attention_bias:
+    for name, size in (("q", h * k), ("k", g * k), ("v", g * v)):
+      tree[f"{name}_bias"] = Spec(shape=(size,), axes=("heads",), init="zeros")
+    tree["out_bias"] = Spec(shape=(d,), axes=(None,), init="zeros")
+  if config.sinks:
+    tree["sinks"] = Spec(shape=(h,), axes=("heads",), init="zeros")
+  return tree
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """X / rms(x) * scale over the last axis."""
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+  """X / rms(x) * scale over the last axis, computed in float32."""
+  wide = x.astype(jnp.float32)
+  wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+  return (wide * scale).astype(x.dtype)
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotates the two halves of each head as pairs.
-
-  Args:
-    x: [B, T, heads, head_dim].
-    positions: [B, T] int32.
-    theta: base of the frequencies.
-  """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None].astype(jnp.float32) * frequency
-  sin, cos = jnp.sin(angle)[:, :, None, :], jnp.cos(angle)[:, :, None, :]
-  a, b = x[..., :half], x[..., half:]
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+def linear(params: Any, name: str, x: jax.Array) -> jax.Array:
+  """X times a matrix, plus its bias where there is one."""
+  y = x @ params[name]
+  bias = params.get(f"{name}_bias")
+  return y if bias is None else y + bias
 
 
 def project(
   params: Any, config: ModelConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Queries [B, H, T, k], keys and values [B, G, T, k] of x [B, T, D]."""
-  b, t, _ = x.shape
-  shape = (b, t, -1, config.head_dim)
-  q = (x @ params["q"]).reshape(shape)
-  k = (x @ params["k"]).reshape(shape)
-  v = (x @ params["v"]).reshape(shape)
-  q = rms_norm(q, params["q_norm"], config.norm_eps)
-  k = rms_norm(k, params["k_norm"], config.norm_eps)
-  q = rope(q, positions, config.rope_theta)
-  k = rope(k, positions, config.rope_theta)
+  heads = (*x.shape[:2], -1)
+  q = linear(params, "q", x).reshape(*heads, config.head_dim)
+  k = linear(params, "k", x).reshape(*heads, config.head_dim)
+  v = linear(params, "v", x).reshape(*heads, config.values)
+  if config.qk_norm:
+    q = rms_norm(q, params["q_norm"], config.norm_eps)
+    k = rms_norm(k, params["k_norm"], config.norm_eps)
+  q = rope.rotate(q, positions, config.rope)
+  k = rope.rotate(k, positions, config.rope)
   return q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-def attend(
-  q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
+def cached_widths(config: ModelConfig) -> dict[str, tuple[int, int]]:
+  """Heads and dimensions of what a cache holds of each token."""
+  return {
+    "k": (config.kv_heads, config.head_dim),
+    "v": (config.kv_heads, config.values),
+  }
+
+
+def project_cached(
+  params: Any, config: ModelConfig, x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Queries, and what the cache takes of these tokens [B, G, T, dim]."""
+  q, k, v = project(params, config, x, positions)
+  return q, {"k": k, "v": v}
+
+
+def attend_cached(
+  params: Any,
+  config: ModelConfig,
+  q: jax.Array,
+  cache: Mapping[str, jax.Array],
+  visible: jax.Array,
 ) -> jax.Array:
-  """softmax(q k / sqrt(head_dim)) v over the visible keys.
-
-  Args:
-    q: [B, H, T, head_dim].
-    k: [B, G, U, head_dim].
-    v: [B, G, U, head_dim].
-    visible: [B, T, U] bool.
-
-  Returns:
-    [B, H, T, head_dim]; some finite value for a query that sees nothing.
-  """
-  b, h, t, dim = q.shape
-  groups, u = k.shape[1:3]
-  q = (q * dim**-0.5).reshape(b, groups, h // groups * t, dim)
-  scores = jnp.einsum("bgtk,bguk->bgtu", q, k)
-  scores = scores.reshape(b, groups, h // groups, t, u)
-  scores += jnp.where(visible, 0.0, _MASKED)[:, None, None]
-  # Normalised after the product with v: one pass less over the scores.
-  top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-  weights = jnp.exp(scores - top)
-  total = weights.sum(-1, keepdims=True)
-  flat = weights.reshape(b, groups, h // groups * t, u)
-  out = jnp.einsum("bgtu,bguk->bgtk", flat, v)
-  return (out.reshape(b, groups, h // groups, t, dim) / total).reshape(
-    b, h, t, dim
+  """Attention of new tokens to a cache, [S, H, T, value dim]."""
+  return attend(
+    q,
+    cache["k"],
+    cache["v"],
+    visible,
+    scale=score_scale(config),
+    sinks=params.get("sinks"),
   )
 
 
+def score_scale(config: ModelConfig) -> float:
+  return config.head_dim**-0.5 * config.score_scale
+
+
+def attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  visible: jax.Array,
+  *,
+  scale: float,
+  sinks: jax.Array | None = None,
+) -> jax.Array:
+  """softmax(scale · q k) v over the visible keys.
+
+  Args:
+    q: [B, H, T, k].
+    k: [B, G, U, k].
+    v: [B, G, U, n].
+    visible: [B, T, U] bool.
+    scale: of the scores.
+    sinks: [H], logits that take part in the softmax and bring no value
+      (gpt-oss).
+
+  Returns:
+    [B, H, T, n]; some finite value for a query that sees nothing.
+  """
+  b, h, t, dim = q.shape
+  groups, u = k.shape[1:3]
+  each = h // groups
+  q = (q * scale).reshape(b, groups, each * t, dim)
+  scores = jnp.einsum(
+    "bgtk,bguk->bgtu", q, k, preferred_element_type=jnp.float32
+  )
+  scores = scores.reshape(b, groups, each, t, u)
+  scores += jnp.where(visible, 0.0, _MASKED)[:, None, None]
+  # Normalised after the product with v: one pass less over the scores.
+  top = scores.max(-1, keepdims=True)
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32).reshape(1, groups, each, 1, 1)
+    top = jnp.maximum(top, sink)
+  top = jax.lax.stop_gradient(top)
+  weights = jnp.exp(scores - top)
+  total = weights.sum(-1, keepdims=True)
+  if sinks is not None:
+    total += jnp.exp(sink - top)
+  flat = weights.reshape(b, groups, each * t, u).astype(v.dtype)
+  out = jnp.einsum(
+    "bgtu,bguk->bgtk", flat, v, preferred_element_type=jnp.float32
+  )
+  out = out.reshape(b, groups, each, t, -1) / total
+  return out.reshape(b, h, t, -1).astype(v.dtype)
+
+
 def attend_packed(
-  q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  *,
+  scale: float,
+  window: int = 0,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention within segments, of whole rows.
 
-  Queries go in blocks that meet only the keys up to their own end, which
-  halves the work and the memory of a full [T, T] score matrix.
+  On TPU a flash kernel. Elsewhere queries go in blocks that meet only the keys
+  that any of them sees, recomputed in the backward pass when rows are long: no
+  [T, T] score matrix is held.
 
   Args:
-    q: [B, H, T, head_dim].
-    k: [B, G, T, head_dim].
-    v: [B, G, T, head_dim].
+    q: [B, H, T, k].
+    k: [B, G, T, k].
+    v: [B, G, T, n].
     segment_ids: [B, T] int32, 0 = padding.
+    scale: of the scores.
+    window: keys that a query sees, itself included; 0 = all before it.
+    sinks: as in `attend`.
+
+  Returns:
+    [B, H, T, n].
   """
+  if sharding.platform() == "tpu":
+    mesh = sharding.ambient_mesh()
+    axes = None
+    if mesh is not None:
+      axes = sharding.partition(("batch",), q.shape[:1], mesh)[0]
+    return splash_attention(
+      q,
+      k,
+      v,
+      segment_ids,
+      scale=scale,
+      window=window,
+      sinks=sinks,
+      batch_axes=sharding.mesh_axes(axes),
+      head_axis=sharding.RULES["heads"][0],
+    )
   t = q.shape[2]
+  size = max(_QUERY_BLOCK, -(-t // _QUERY_BLOCKS))
+  meet: Callable[..., jax.Array] = functools.partial(attend, scale=scale)
+  if t > _SCORES_HELD:
+    meet = jax.checkpoint(meet)
   blocks = []
-  for first in range(0, t, _QUERY_BLOCK):
-    last = min(first + _QUERY_BLOCK, t)
-    rows = slice(first, last)
-    same = segment_ids[:, rows, None] == segment_ids[:, None, :last]
-    causal = jnp.arange(first, last)[:, None] >= jnp.arange(last)
-    visible = same & causal & (segment_ids > 0)[:, rows, None]
+  for first in range(0, t, size):
+    last = min(first + size, t)
+    start = max(0, first - window + 1) if window else 0
+    rows, keys = slice(first, last), slice(start, last)
+    same = segment_ids[:, rows, None] == segment_ids[:, None, keys]
+    distance = jnp.arange(first, last)[:, None] - jnp.arange(start, last)
+    seen = (distance >= 0) & (distance < (window or t))
+    visible = same & seen & (segment_ids > 0)[:, rows, None]
     blocks.append(
-      attend(q[:, :, rows], k[:, :, :last], v[:, :, :last], visible)
+      meet(q[:, :, rows], k[:, :, keys], v[:, :, keys], visible, sinks=sinks)
     )
   return jnp.concatenate(blocks, 2)
 
 
 def merge_heads(params: Any, x: jax.Array) -> jax.Array:
-  """[B, H, T, head_dim] -> [B, T, D] through the output projection."""
+  """[B, H, T, value dim] -> [B, T, D] through the output projection."""
   b, h, t, dim = x.shape
-  return x.swapaxes(1, 2).reshape(b, t, h * dim) @ params["out"]
+  return linear(params, "out", x.swapaxes(1, 2).reshape(b, t, h * dim))

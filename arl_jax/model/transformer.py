@@ -1,45 +1,67 @@
 """The policy as pure functions of a nested dict of arrays.
 
-`forward` and `token_logprobs` see whole rows (training, scoring); `extend`
-appends tokens to a key/value cache (prefill with many, decode with one).
+Everything here sees whole rows; `logprobs` scores them without ever holding
+all logits, `decoding` appends tokens to a cache.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from arl_jax import sharding
-from arl_jax.model import attention, moe
-from arl_jax.model.config import ModelConfig
-from arl_jax.sharding import Spec
+from arl_jax.model import attention, latent, moe, router
+from arl_jax.model.config import Layer, ModelConfig, Stack
+from arl_jax.model.rope import segment_positions
+from arl_jax.sharding import Spec, constrain
 
-# Positions whose logits exist at the same time in `token_logprobs`.
-_LOGIT_CHUNK = 512
+# What the routers did, [B, T, MoE layers, ...] (see `forward`).
+Record = dict[str, jax.Array]
 
 
-def block_specs(config: ModelConfig) -> dict[str, Any]:
-  return {"attention": attention.specs(config), "moe": moe.specs(config)}
+def mixer(config: ModelConfig) -> Any:
+  """The module of the attention: both have the same functions."""
+  return latent if config.latent_rank else attention
+
+
+def block_specs(config: ModelConfig, layer: Layer) -> dict[str, Any]:
+  return {
+    "attention": mixer(config).specs(config),
+    "moe" if layer.moe else "mlp": moe.specs(config, layer.moe),
+  }
 
 
 def specs(config: ModelConfig) -> dict[str, Any]:
-  """Every parameter, MTP module included. Embedding and head are tied."""
+  """Every parameter, MTP module included.
+
+  "layers" has an entry a layer, named by its depth; with `scan_layers` an
+  entry for each layer of a repeated pattern, whose arrays have a leading axis.
+  """
   d, v = config.width, config.vocab_size
+  layers: dict[str, Any] = {}
+  for stack in config.stacks():
+    for name, layer in zip(stack.names(), stack.layers, strict=True):
+      one = block_specs(config, layer)
+      layers[name] = sharding.stacked(one, stack.repeats)
   tree: dict[str, Any] = {
     "embed": Spec(
       shape=(v, d), axes=("vocab", "width"), init="embedding", scale=d**-0.5
     ),
-    "layers": {f"{i:03d}": block_specs(config) for i in range(config.layers)},
+    "layers": layers,
     "norm": Spec(shape=(d,), axes=(None,), init="ones"),
   }
+  if not config.tied:
+    tree["head"] = Spec(shape=(d, v), axes=("width", "vocab"), fan_in=d)
   if config.mtp_heads:
     tree["mtp"] = {
       "embed_norm": Spec(shape=(d,), axes=(None,), init="ones"),
       "hidden_norm": Spec(shape=(d,), axes=(None,), init="ones"),
       "project": Spec(shape=(2 * d, d), axes=(None, "width"), fan_in=2 * d),
-      "block": block_specs(config),
+      "block": block_specs(config, config.layer(config.layers - 1)),
       "norm": Spec(shape=(d,), axes=(None,), init="ones"),
     }
   return tree
@@ -51,32 +73,89 @@ def init(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
   return sharding.initialise(specs(config), key)
 
 
-def embed(params: Any, ids: jax.Array) -> jax.Array:
-  """[B, T, D]; scaled to unit variance, since the table is also the head."""
-  width = params["embed"].shape[1]
-  return params["embed"][ids] * width**0.5
+def embed(params: Any, config: ModelConfig, ids: jax.Array) -> jax.Array:
+  """[B, T, D] of ids [B, T]."""
+  table = constrain(params["embed"], "vocab", None)
+  x = table[ids]
+  if config.scaled_embedding:
+    # The table is also the head: its rows have unit length, not variance.
+    x *= config.width**0.5
+  return constrain(x, "batch", None, None)
+
+
+def head(params: Any) -> jax.Array:
+  """[D, V], whole along D on every device: it meets all positions there."""
+  matrix = params["head"] if "head" in params else params["embed"].T
+  return constrain(matrix, None, "vocab")
+
+
+def logits(matrix: jax.Array, hidden: jax.Array) -> jax.Array:
+  """Float32 logits [..., V] of normed hidden states [..., D]."""
+  hidden = constrain(hidden, "batch", *(None,) * (hidden.ndim - 1))
+  out = jnp.dot(hidden, matrix, preferred_element_type=jnp.float32)
+  return constrain(out, "batch", *(None,) * (out.ndim - 2), "vocab")
 
 
 def unembed(params: Any, hidden: jax.Array) -> jax.Array:
   """Logits [..., V] of normed hidden states [..., D], float32."""
-  return (hidden @ params["embed"].T).astype(jnp.float32)
+  return logits(head(params), hidden)
 
 
 def block(
   params: Any,
   config: ModelConfig,
+  layer: Layer,
   x: jax.Array,
   positions: jax.Array,
   segment_ids: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """One layer over whole rows: x [B, T, D], segment_ids [B, T]."""
+  replay: jax.Array | None = None,
+) -> tuple[jax.Array, Record]:
+  """One layer over whole rows: x [B, T, D], segment_ids [B, T].
+
+  The record of a layer with experts has "experts" [B, T, K], "balance" and
+  "z" [B, T].
+  """
   p = params["attention"]
   normed = attention.rms_norm(x, p["norm"], config.norm_eps)
-  q, k, v = attention.project(p, config, normed, positions)
-  attended = attention.attend_packed(q, k, v, segment_ids)
-  x = x + attention.merge_heads(p, attended)
-  y, aux = moe.apply(params["moe"], config, x)
-  return x + y, aux
+  q, k, v = mixer(config).project(p, config, normed, positions)
+  attended = attention.attend_packed(
+    q,
+    k,
+    v,
+    segment_ids,
+    scale=attention.score_scale(config),
+    window=layer.window,
+    sinks=p.get("sinks"),
+  )
+  x = x + attention.merge_heads(p, attended).astype(x.dtype)
+  y, routed = moe.apply(
+    params["moe" if layer.moe else "mlp"],
+    config,
+    x,
+    moe=layer.moe,
+    replay=replay,
+  )
+  record = {}
+  if layer.moe:
+    record = {
+      "experts": routed["experts"],
+      "balance": router.balance(
+        routed["probabilities"], routed["experts"], segment_ids
+      ),
+      "z": jax.nn.logsumexp(routed["logits"], -1) ** 2,
+    }
+  return constrain(x + y.astype(x.dtype), "batch", "sequence", None), record
+
+
+def _rematerialised(config: ModelConfig, function: Callable) -> Callable:
+  if config.remat == "none":
+    return function
+  policies = jax.checkpoint_policies
+  policy = {
+    "block": policies.nothing_saveable,
+    "dots": policies.dots_with_no_batch_dims_saveable,
+  }[config.remat]
+  return jax.checkpoint(function, policy=policy)
 
 
 def hidden_states(
@@ -85,35 +164,88 @@ def hidden_states(
   input_ids: jax.Array,
   positions: jax.Array,
   segment_ids: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Trunk output after the final norm, [B, T, D], and router records.
+  replay_experts: jax.Array | None = None,
+) -> tuple[jax.Array, Record]:
+  """Trunk output after the final norm, [B, T, D], and the routers' record.
 
-  The record stacks those of the layers on axis 2, e.g. "experts"
-  [B, T, L, K].
+  Args:
+    params: of the policy.
+    config: the model's.
+    input_ids: [B, T] int32.
+    positions: [B, T] int32.
+    segment_ids: [B, T] int32, 0 = padding.
+    replay_experts: as in `forward`.
   """
-  x = embed(params, input_ids)
+  x = embed(params, config, input_ids)
   records = []
-  for _, layer in sorted(params["layers"].items()):
-    x, aux = block(layer, config, x, positions, segment_ids)
-    records.append(aux)
-  stacked = {k: jnp.stack([r[k] for r in records], 2) for k in records[0]}
-  return attention.rms_norm(x, params["norm"], config.norm_eps), stacked
+  for stack in config.stacks():
+    layers = [params["layers"][name] for name in stack.names()]
+    replay = _replay_of(config, stack, replay_experts)
+    functions = [
+      _rematerialised(
+        config, functools.partial(block, config=config, layer=layer)
+      )
+      for layer in stack.layers
+    ]
+
+    def run(x, inputs, functions=functions):
+      layers, replay = inputs
+      out = []
+      for i, function in enumerate(functions):
+        x, record = function(
+          layers[i],
+          x=x,
+          positions=positions,
+          segment_ids=segment_ids,
+          replay=None if replay is None else replay[i],
+        )
+        out.append(record)
+      return x, out
+
+    if stack.repeats:
+      x, out = jax.lax.scan(run, x, (layers, replay))
+    else:
+      x, out = run(x, (layers, replay))
+      out = jax.tree.map(lambda a: a[None], out)
+    records.append(_by_depth(out))
+  kept = [r for r in records if r]
+  record = {
+    name: jnp.moveaxis(jnp.concatenate([r[name] for r in kept]), 0, 2)
+    for name in (kept[0] if kept else ())
+  }
+  return attention.rms_norm(x, params["norm"], config.norm_eps), record
 
 
-def _row_defaults(input_ids, positions, segment_ids):
+def _replay_of(
+  config: ModelConfig, stack: Stack, replay: jax.Array | None
+) -> jax.Array | None:
+  """[repeats, layers of the period, B, T, K], or without the first axis."""
+  if replay is None or not stack.layers[0].moe:
+    return None
+  first = stack.first - config.dense_layers
+  count = len(stack.layers) * max(stack.repeats, 1)
+  part = jnp.moveaxis(replay[:, :, first : first + count], 2, 0)
+  if not stack.repeats:
+    return part
+  return part.reshape(stack.repeats, len(stack.layers), *part.shape[1:])
+
+
+def _by_depth(records: list[Record]) -> Record:
+  """Records of a period, each [repeats, ...] -> one, [layers, ...]."""
+  return {
+    name: jnp.stack([r[name] for r in records], 1).reshape(
+      -1, *records[0][name].shape[1:]
+    )
+    for name in records[0]
+  }
+
+
+def row_defaults(input_ids, positions, segment_ids):
   if segment_ids is None:
     segment_ids = jnp.ones_like(input_ids)
   if positions is None:
     positions = segment_positions(segment_ids)
   return positions, segment_ids
-
-
-def segment_positions(segment_ids: jax.Array) -> jax.Array:
-  """[B, T] int32 positions that start from 0 in every segment."""
-  t = segment_ids.shape[1]
-  index = jnp.arange(t)[None]
-  first = segment_ids != jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :t]
-  return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 def forward(
@@ -123,169 +255,32 @@ def forward(
   *,
   positions: jax.Array | None = None,
   segment_ids: jax.Array | None = None,
-) -> jax.Array:
+  replay_experts: jax.Array | None = None,
+  return_aux: bool = False,
+) -> Any:
   """Logits [B, T, V] of input_ids [B, T].
 
   Args:
-    params: from `init`.
+    params: from `init` or `checkpoints.load`.
     config: the model's.
     input_ids: [B, T] int32.
     positions: [B, T] int32; by default from 0 in every segment.
     segment_ids: [B, T] int32, 0 = padding; tokens see their own segment only.
-      By default a row is one segment.
-  """
-  positions, segment_ids = _row_defaults(input_ids, positions, segment_ids)
-  hidden, _ = hidden_states(params, config, input_ids, positions, segment_ids)
-  return unembed(params, hidden)
-
-
-def token_logprobs(
-  params: Any,
-  config: ModelConfig,
-  input_ids: jax.Array,
-  *,
-  positions: jax.Array | None = None,
-  segment_ids: jax.Array | None = None,
-  temperature: float | jax.Array = 1.0,
-  wanted: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-prob of each token given those before it in its segment.
-
-  Args:
-    params: from `init`.
-    config: the model's.
-    input_ids: [B, T] int32.
-    positions: as in `forward`.
-    segment_ids: as in `forward`.
-    temperature: scalar or [B, T]; logits are divided by it.
-    wanted: [B, T] bool, tokens whose log-prob is needed; the others get 0 and
-      cost nothing. By default all.
+      Tokens of a segment stand together. By default a row is one segment.
+    replay_experts: [B, T, MoE layers, K] int32, experts that the sampler
+      chose; -1 is free (see `router.route`).
+    return_aux: also return what the routers did.
 
   Returns:
-    logp [B, T], nats: entry t is log p(ids[t] | ids[<t]), 0 at a segment's
-    first token and on padding; entropy [B, T] of that distribution, likewise.
+    Logits in float32; with `return_aux` a pair with the record: "experts"
+    [B, T, MoE layers, K] int32, "balance" (load-balance loss of the token's
+    segment, see `router.balance`) and "z" (squared log-partition of the
+    router, ST-MoE, arXiv 2202.08906), both [B, T, MoE layers]. Models without
+    experts have an empty one.
   """
-  positions, segment_ids = _row_defaults(input_ids, positions, segment_ids)
-  hidden, _ = hidden_states(params, config, input_ids, positions, segment_ids)
-  return logprobs_from_hidden(
-    params,
-    hidden,
-    input_ids,
-    segment_ids,
-    temperature=temperature,
-    wanted=wanted,
+  positions, segment_ids = row_defaults(input_ids, positions, segment_ids)
+  hidden, record = hidden_states(
+    params, config, input_ids, positions, segment_ids, replay_experts
   )
-
-
-def logprobs_from_hidden(
-  params: Any,
-  hidden: jax.Array,
-  input_ids: jax.Array,
-  segment_ids: jax.Array,
-  *,
-  temperature: float | jax.Array = 1.0,
-  wanted: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """As `token_logprobs`, of trunk outputs [B, T, D].
-
-  Logits exist for `_LOGIT_CHUNK` positions at a time and are recomputed in the
-  backward pass, so that no [B, T, V] array is ever held. Wanted positions are
-  sorted to the front; chunks without any are skipped.
-  """
-  b, t = input_ids.shape
-  known = jnp.pad(segment_ids[:, :-1] == segment_ids[:, 1:], ((0, 0), (1, 0)))
-  known &= segment_ids > 0
-  if wanted is not None:
-    known &= wanted
-  chunk = min(_LOGIT_CHUNK, b * t)
-  padding = -b * t % chunk
-  order = jnp.argsort(~known.reshape(-1), stable=True)
-
-  def cut(x: jax.Array) -> jax.Array:
-    flat = x.reshape(b * t, *x.shape[2:])[order]
-    wide = jnp.pad(flat, ((0, padding),) + ((0, 0),) * (flat.ndim - 1))
-    return wide.reshape(-1, chunk, *flat.shape[1:])
-
-  @jax.checkpoint
-  def score(h, ids, temp):
-    logits = unembed(params, h) / temp[:, None]
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    logp = jnp.take_along_axis(logits, ids[:, None], 1)[:, 0] - log_z
-    p = jnp.exp(logits - log_z[:, None])
-    return logp, log_z - (p * logits).sum(-1)
-
-  def score_if_wanted(part):
-    real, h, ids, temp = part
-    nothing = jnp.zeros(chunk)
-    temp = jnp.where(real, temp, 1.0)
-    return jax.lax.cond(
-      real.any(), score, lambda *_: (nothing, nothing), h, ids, temp
-    )
-
-  before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-  scale = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (b, t))
-  parts = tuple(cut(x) for x in (known, before, input_ids, scale))
-  sorted_scores = jax.lax.map(score_if_wanted, parts)
-
-  def back(x: jax.Array) -> jax.Array:
-    flat = jnp.zeros(b * t).at[order].set(x.reshape(-1)[: b * t])
-    return jnp.where(known, flat.reshape(b, t), 0.0)
-
-  return back(sorted_scores[0]), back(sorted_scores[1])
-
-
-def init_cache(
-  config: ModelConfig, slots: int, max_length: int
-) -> dict[str, dict[str, jax.Array]]:
-  """Empty keys and values of each layer, [S, G, max_length, head_dim]."""
-  shape = (slots, config.kv_heads, max_length, config.head_dim)
-  return {
-    f"{i:03d}": {"k": jnp.zeros(shape), "v": jnp.zeros(shape)}
-    for i in range(config.layers)
-  }
-
-
-def extend(
-  params: Any,
-  config: ModelConfig,
-  cache: Any,
-  ids: jax.Array,
-  start: jax.Array,
-  count: jax.Array,
-) -> tuple[Any, jax.Array]:
-  """Appends tokens to the cache of every slot.
-
-  Args:
-    params: from `init`.
-    config: the model's.
-    cache: from `init_cache`.
-    ids: [S, C] int32, of which the first `count` count.
-    start: [S] int32, tokens already in the slot.
-    count: [S] int32 in 0..C; slots with 0 stay as they are.
-
-  Returns:
-    The new cache and hidden states after the final norm, [S, C, D].
-  """
-  columns = jnp.arange(ids.shape[1])
-  positions = start[:, None] + columns
-  real = columns < count[:, None]
-  max_length = cache["000"]["k"].shape[2]
-  # Out of range: dropped by the scatter, so padding writes nothing.
-  target = jnp.where(real, positions, max_length)
-  visible = jnp.arange(max_length) <= positions[:, :, None]
-  rows = jnp.arange(ids.shape[0])[:, None]
-  x = embed(params, ids)
-  new = {}
-  for name, layer in sorted(params["layers"].items()):
-    p = layer["attention"]
-    normed = attention.rms_norm(x, p["norm"], config.norm_eps)
-    q, k, v = attention.project(p, config, normed, positions)
-    old = cache[name]
-    keys = old["k"].at[rows, :, target].set(k.swapaxes(1, 2), mode="drop")
-    values = old["v"].at[rows, :, target].set(v.swapaxes(1, 2), mode="drop")
-    new[name] = {"k": keys, "v": values}
-    attended = attention.attend(q, keys, values, visible)
-    x = x + attention.merge_heads(p, attended)
-    y, _ = moe.apply(layer["moe"], config, x)
-    x = x + y
-  return new, attention.rms_norm(x, params["norm"], config.norm_eps)
+  scores = unembed(params, hidden)
+  return (scores, record) if return_aux else scores

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from arl_jax.model import transformer
+from arl_jax.model import decoding, transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout.sampling import sample
 
@@ -113,7 +113,7 @@ class Engine:
       functools.partial(_prefill, model), donate_argnums=1
     )
     self._generate = jax.jit(
-      functools.partial(_generate, model, config.decode_steps),
+      functools.partial(generate_step, model, config.decode_steps),
       donate_argnums=1,
     )
 
@@ -121,9 +121,11 @@ class Engine:
     slots = self.config.max_concurrent_decodes
     integers = jnp.zeros(slots, jnp.int32)
     return DecodeState(
-      cache=transformer.init_cache(self.model, slots, self.max_length),
+      cache=decoding.init_cache(
+        self.model, slots, self.max_length, self.params["embed"].dtype
+      ),
       length=integers,
-      hidden=jnp.zeros((slots, self.model.width)),
+      hidden=jnp.zeros((slots, self.model.width), self.params["embed"].dtype),
       active=jnp.zeros(slots, bool),
       sampled=jnp.copy(integers),
       limit=jnp.copy(integers),
@@ -203,7 +205,7 @@ def _prefill(model, params, state, slots, start, ids, count):
   part = jax.tree.map(
     lambda x: x.at[slots].get(mode="fill", fill_value=0), state.cache
   )
-  part, hidden = transformer.extend(params, model, part, ids, start, count)
+  part, hidden = decoding.extend(params, model, part, ids, start, count)
   last = jnp.take_along_axis(
     hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1
   )[:, 0]
@@ -218,7 +220,8 @@ def _prefill(model, params, state, slots, start, ids, count):
   )
 
 
-def _generate(model, steps, params, state):
+def generate_step(model, steps, params, state):
+  """Samples up to `steps` tokens in every active slot."""
   slots = state.length.shape[0]
   tokens = jnp.zeros((slots, steps), jnp.int32)
   logps = jnp.zeros((slots, steps), jnp.float32)
@@ -236,7 +239,7 @@ def _generate(model, steps, params, state):
     on = state.active
     tokens = tokens.at[:, step].set(jnp.where(on, ids, 0))
     logps = logps.at[:, step].set(jnp.where(on, logp, 0.0))
-    cache, hidden = transformer.extend(
+    cache, hidden = decoding.extend(
       params,
       model,
       state.cache,

@@ -170,7 +170,7 @@ class Config:
   search: SearchConfig = _make(SearchConfig)
   agent: AgentConfig = _make(AgentConfig)
   script: ScriptConfig = _make(ScriptConfig)
-  model: ModelConfig = _make(ModelConfig)
+  model: ModelConfig = _make(ModelConfig, scaled_embedding=True)
   engine: EngineConfig = _make(EngineConfig)
   learner: LearnerConfig = _make(LearnerConfig)
   warm_start: WarmStartConfig = _make(WarmStartConfig)
@@ -194,6 +194,7 @@ class Config:
       )
     if not self.search.beta > 0:
       raise ValueError(f"search.beta is {self.search.beta}, not > 0")
+    self.learner.step.validate("learner.step")
     losses.by_name(self.rl.loss)
     for name in _AT_LEAST_ONE:
       value = _field(self, name)

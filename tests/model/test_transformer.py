@@ -1,30 +1,42 @@
+import dataclasses
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from arl_jax import sharding
-from arl_jax.model import ModelConfig, init, init_cache, specs, transformer
-from arl_jax.model import extend as _extend
+from arl_jax.model import (
+  ModelConfig,
+  RopeConfig,
+  attention,
+  init,
+  specs,
+  transformer,
+)
 from arl_jax.model import forward as _forward
 from arl_jax.model import token_logprobs as _token_logprobs
+from arl_jax.model.config import Layer, Stack
+from arl_jax.model.rope import segment_positions
 
 CONFIG = ModelConfig(
   vocab_size=64, width=32, heads=4, kv_heads=2, head_dim=8, expert_width=16
 )
 
-# Compiled: eager dispatch of the many small operations takes longer.
-forward = jax.jit(functools.partial(_forward, config=CONFIG))
-token_logprobs = jax.jit(functools.partial(_token_logprobs, config=CONFIG))
-extend = jax.jit(lambda p, *a: _extend(p, CONFIG, *a))
+# Compiled: eager dispatch of the many small operations takes longer. Not
+# optimised, which takes longer still.
+_jit = functools.partial(
+  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+forward = _jit(functools.partial(_forward, config=CONFIG))
+token_logprobs = _jit(functools.partial(_token_logprobs, config=CONFIG))
+_init = _jit(init, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
 def params():
-  return init(CONFIG, jax.random.key(0))
+  return _init(CONFIG, jax.random.key(0))
 
 
 def _ids(*shape, seed=0):
@@ -43,7 +55,7 @@ def test_logits_have_shape_and_type_declared(params):
 def test_init_gives_what_specs_declare_and_the_same_twice(params):
   declared = sharding.shapes(specs(CONFIG))
   assert jax.tree.structure(params) == jax.tree.structure(declared)
-  again, other = (init(CONFIG, jax.random.key(seed)) for seed in (0, 1))
+  again, other = (_init(CONFIG, jax.random.key(seed)) for seed in (0, 1))
   for (path, a), b, c, spec in zip(
     jax.tree_util.tree_leaves_with_path(params),
     *map(jax.tree.leaves, (again, other, declared)),
@@ -70,22 +82,70 @@ def test_init_has_the_standard_deviation_of_its_fan_in(params):
 
 
 @pytest.mark.parametrize(
-  ("field", "value", "match"),
+  ("fields", "match"),
   [
-    ("width", 0, "model.width"),
-    ("layers", 0, "model.layers"),
-    ("kv_heads", 3, "model.kv_heads 3"),
-    ("head_dim", 7, "model.head_dim 7"),
-    ("experts_per_token", 5, "model.experts_per_token 5"),
-    ("experts_per_token", 0, "model.experts_per_token 0"),
-    ("mtp_heads", 2, "model.mtp_heads"),
+    ({"width": 0}, "model.width is 0"),
+    ({"layers": 0}, "model.layers is 0"),
+    ({"kv_heads": 3}, "model.kv_heads 3 does not divide heads 4"),
+    ({"head_dim": 7}, "model.head_dim 7"),
+    ({"latent_rank": 8, "rope_dim": 3}, "model.rope_dim 3"),
+    ({"rope_dim": 8}, "model.rope_dim is 8, but only latent attention"),
+    ({"windows": ()}, "model.windows"),
+    ({"windows": (4, -1)}, "model.windows"),
+    ({"mtp_heads": 2}, "model.mtp_heads is 2"),
+    ({"router": "hash"}, "model.router is 'hash'"),
+    ({"remat": "all"}, "model.remat is 'all'"),
+    ({"rope": RopeConfig(kind="ntk")}, "model.rope.kind is 'ntk'"),
+    ({"rope": RopeConfig(kind="yarn")}, "model.rope.original_length is 0"),
+    ({"experts_per_token": 5}, "model.experts_per_token 5"),
+    ({"experts_per_token": 0}, "model.experts_per_token 0"),
+    ({"expert_width": 0}, "model.expert_width is 0"),
+    ({"dispatch_tokens": 0}, "model.dispatch_tokens is 0"),
+    ({"experts": 0}, "model.dense_width is 0"),
+    ({"dense_layers": 1}, "model.dense_width is 0"),
+    ({"dense_layers": 3, "dense_width": 8}, "model.dense_layers 3"),
+    ({"expert_groups": 3}, "model.groups_kept 1 of model.expert_groups 3"),
+    ({"expert_groups": 2, "groups_kept": 3}, "model.groups_kept 3"),
+    (
+      {"router": "sigmoid", "expert_groups": 2, "experts_per_token": 3},
+      "model.groups_kept 1 leaves fewer experts",
+    ),
+    ({"expert_groups": 4, "groups_kept": 2}, "ranked by its two best"),
+    ({"expert_groups": 2}, "needs model.router 'sigmoid'"),
   ],
 )
-def test_impossible_config_is_refused_by_name(field, value, match):
-  config = ModelConfig(vocab_size=64, heads=4)
-  setattr(config, field, value)
+def test_impossible_config_is_refused_by_name(fields, match):
+  config = ModelConfig(vocab_size=64, heads=4, **fields)
   with pytest.raises(ValueError, match=match):
     init(config, jax.random.key(0))
+
+
+def test_scanned_layers_are_grouped_by_their_pattern():
+  config = ModelConfig(
+    layers=8, dense_layers=1, dense_width=8, windows=(4, 0), scan_layers=True
+  )
+  # Depths 0; 1 to 6 in pairs; and 7, of which the pattern has no second.
+  assert config.stacks() == (
+    Stack(0, (Layer(False, 4),), 1),
+    Stack(1, (Layer(True, 0), Layer(True, 4)), 3),
+    Stack(7, (Layer(True, 0),), 1),
+  )
+  layers = specs(dataclasses.replace(config, vocab_size=64))["layers"]
+  kinds = {name: set(layer) - {"attention"} for name, layer in layers.items()}
+  assert kinds == {
+    "000": {"mlp"},
+    "001": {"moe"},
+    "002": {"moe"},
+    "007": {"moe"},
+  }
+  # Repeats, experts, width, hidden units.
+  assert layers["002"]["moe"]["gate"].shape == (3, 4, 128, 48)
+  assert layers["002"]["moe"]["gate"].axes == (None, "experts", "width", "mlp")
+  unrolled = dataclasses.replace(config, scan_layers=False)
+  assert [s.names() for s in unrolled.stacks()] == [
+    (f"00{i}",) for i in range(8)
+  ]
+  assert {s.repeats for s in unrolled.stacks()} == {0}
 
 
 # Longer than a block of queries, so that segments straddle blocks.
@@ -145,7 +205,7 @@ def test_gradient_of_a_segment_does_not_see_its_neighbours(params, packed_rows):
   # Nor does the padding turn it into NaN.
   ids, numbers = packed_rows
 
-  @jax.jit
+  @_jit
   def gradient(ids):
     def total(p):
       logp, _ = _token_logprobs(
@@ -160,10 +220,59 @@ def test_gradient_of_a_segment_does_not_see_its_neighbours(params, packed_rows):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_long_rows_recompute_their_scores_and_keep_the_gradient(
+  packed_rows, monkeypatch
+):
+  ids, numbers = (jnp.array(x[:1]) for x in packed_rows)
+  config = ModelConfig(
+    vocab_size=64,
+    width=8,
+    layers=1,
+    heads=1,
+    head_dim=8,
+    windows=(9,),
+    experts=0,
+    dense_width=8,
+  )
+  params = _init(config, jax.random.key(0))
+
+  def gradient():
+    def total(p):
+      logits = _forward(p, config, ids, segment_ids=numbers)
+      return jnp.where(numbers[..., None] > 0, logits, 0)[..., :9].sum()
+
+    return _jit(jax.grad(total))
+
+  want = gradient()(params)
+  monkeypatch.setattr(attention, "_SCORES_HELD", ids.shape[1] - 1)
+  again = gradient()
+  assert "remat" in str(again.trace(params).jaxpr)
+  for a, b in zip(*map(jax.tree.leaves, (again(params), want)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_embeddings_are_scaled_only_where_asked():
+  config = ModelConfig(
+    vocab_size=64,
+    width=16,
+    layers=1,
+    heads=1,
+    head_dim=8,
+    experts=0,
+    dense_width=8,
+  )
+  table = {"embed": jnp.ones((64, 16))}
+  ids = jnp.zeros((1, 1), jnp.int32)
+  scaled = dataclasses.replace(config, scaled_embedding=True)
+  # √16.
+  assert transformer.embed(table, scaled, ids).max() == 4
+  assert transformer.embed(table, config, ids).max() == 1
+
+
 def test_positions_start_from_zero_in_every_segment():
   segment_ids = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0], [2, 2, 1, 1, 1, 1, 1, 0]])
   np.testing.assert_array_equal(
-    transformer.segment_positions(segment_ids),
+    segment_positions(segment_ids),
     [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]],
   )
 
@@ -175,180 +284,3 @@ def test_later_tokens_do_not_change_earlier_logits(params):
   one, two = (np.asarray(forward(params, input_ids=x)) for x in (ids, changed))
   np.testing.assert_array_equal(one[0, :9], two[0, :9])
   assert np.abs(one[0, 9:] - two[0, 9:]).max(-1).min() > 1e-4
-
-
-def _naive(logits, ids, temperature):
-  """Log-probs and entropies aligned with ids, 0 for the first of a row."""
-  log_p = jax.nn.log_softmax(logits[:, :-1] / temperature, -1)
-  logp = jnp.take_along_axis(log_p, ids[:, 1:, None], -1)[..., 0]
-  entropy = -(jnp.exp(log_p) * log_p).sum(-1)
-  return (jnp.pad(x, ((0, 0), (1, 0))) for x in (logp, entropy))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_token_logprobs_are_those_of_the_logits_and_aligned(
-  params, temperature
-):
-  ids = _ids(2, 16)
-  logp, entropy = token_logprobs(params, input_ids=ids, temperature=temperature)
-  want = _naive(forward(params, input_ids=ids), ids, temperature)
-  for got, expected in zip((logp, entropy), want, strict=True):
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-  assert (np.asarray(entropy)[:, 1:] > 0).all()
-  assert np.asarray(entropy).max() <= np.log(64) + 1e-5
-
-
-def test_temperature_of_each_token_is_its_own(params):
-  ids = _ids(2, 16)
-  temperature = np.where(np.arange(32).reshape(2, 16) % 3, 1.0, 0.5)
-  mixed, _ = token_logprobs(
-    params, input_ids=ids, temperature=temperature.astype(np.float32)
-  )
-  cold, warm = (
-    token_logprobs(params, input_ids=ids, temperature=t)[0] for t in (0.5, 1.0)
-  )
-  np.testing.assert_allclose(
-    mixed, np.where(temperature == 1.0, warm, cold), atol=1e-6
-  )
-
-
-def test_first_tokens_and_padding_have_no_log_prob(params, packed_rows):
-  ids, numbers = packed_rows
-  logp, entropy = token_logprobs(params, input_ids=ids, segment_ids=numbers)
-  positions = np.asarray(transformer.segment_positions(jnp.array(numbers)))
-  nothing = (numbers == 0) | (positions == 0)
-  for array in (np.asarray(logp), np.asarray(entropy)):
-    assert not array[nothing].any()
-    assert array[~nothing].all()
-
-
-_WANTED = np.random.default_rng(3).random((2, 16)) < 0.3
-_WEIGHT = np.arange(32, dtype=np.float32).reshape(2, 16) / 32 - 0.4
-
-
-def _weighted(logp, entropy, wanted):
-  return jnp.where(wanted, _WEIGHT * (logp + 0.1 * entropy), 0.0).sum()
-
-
-@pytest.fixture(scope="module")
-def naive(params):
-  """Log-probs, entropies and the gradient from whole logits."""
-  ids = jnp.array(_ids(2, 16))
-
-  def total(p):
-    logp, entropy = _naive(_forward(p, CONFIG, ids), ids, 0.8)
-    return _weighted(logp, entropy, _WANTED), (logp, entropy)
-
-  return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-
-
-@pytest.mark.parametrize("chunk", [512, 8])
-def test_wanted_log_probs_and_their_gradient_are_those_of_the_naive_form(
-  params, naive, chunk, monkeypatch
-):
-  # 8 positions a chunk: some are skipped, one is partly filled.
-  monkeypatch.setattr(transformer, "_LOGIT_CHUNK", chunk)
-  ids = jnp.array(_ids(2, 16))
-
-  @jax.jit
-  @functools.partial(jax.value_and_grad, has_aux=True)
-  def sparse(p, wanted):
-    logp, entropy = _token_logprobs(
-      p, CONFIG, ids, temperature=0.8, wanted=wanted
-    )
-    return _weighted(logp, entropy, wanted), (logp, entropy)
-
-  (value, got), gradient = sparse(params, _WANTED)
-  (value_2, want), gradient_2 = naive
-  np.testing.assert_allclose(value, value_2, rtol=1e-5)
-  for a, b in zip(got, want, strict=True):
-    np.testing.assert_allclose(a, np.where(_WANTED, b, 0.0), atol=1e-5)
-  for a, b in zip(*map(jax.tree.leaves, (gradient, gradient_2)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-  (value, _), gradient = sparse(params, np.zeros((2, 16), bool))
-  assert value == 0
-  assert not any(np.asarray(x).any() for x in jax.tree.leaves(gradient))
-
-
-def _sizes(jaxpr):
-  """Number of entries of every array in a jaxpr, inner ones included."""
-  for equation in jaxpr.eqns:
-    for variable in equation.outvars:
-      yield variable.aval.shape
-    for inner in jax.extend.core.jaxprs_in_params(equation.params):
-      yield from _sizes(inner)
-
-
-def test_no_array_of_all_logits_exists_forward_or_backward(params):
-  # A vocabulary larger than anything else, so that its axis is recognised.
-  config = ModelConfig(
-    vocab_size=4099, width=8, layers=1, heads=1, head_dim=8, expert_width=8
-  )
-  big = sharding.shapes(specs(config))
-  ids = jax.ShapeDtypeStruct((3, 400), jnp.int32)
-  assert transformer._LOGIT_CHUNK < 3 * 400
-
-  def total(p, ids):
-    return _token_logprobs(p, config, ids)[0].sum()
-
-  shapes = list(_sizes(jax.make_jaxpr(jax.grad(total))(big, ids).jaxpr))
-  wide = [s for s in shapes if 4099 in s]
-  assert (transformer._LOGIT_CHUNK, 4099) in wide
-  largest = max(transformer._LOGIT_CHUNK, config.width)
-  assert max(np.prod(s) for s in wide) <= largest * 4099
-
-
-def _in_chunks(params, ids, plan, slots):
-  """Hidden states of `ids` appended as `plan` says, [S, T, D]."""
-  cache = init_cache(CONFIG, slots, 20)
-  start = np.zeros(slots, np.int32)
-  out = [[] for _ in range(slots)]
-  for width, count in plan:
-    count = np.array(count, np.int32)
-    part = np.full((slots, width), 7, np.int32)
-    for s in range(slots):
-      part[s, : count[s]] = ids[s, start[s] : start[s] + count[s]]
-    cache, hidden = extend(params, cache, part, start, count)
-    for s in range(slots):
-      out[s].append(np.asarray(hidden)[s, : count[s]])
-    start = start + count
-  return np.stack([np.concatenate(x) for x in out])
-
-
-@pytest.mark.parametrize(
-  "plan",
-  [
-    [(1, (1, 1))] * 12,
-    [(5, (5, 0)), (5, (2, 5)), (5, (5, 5)), (5, (0, 2))],
-    [(12, (12, 12))],
-  ],
-  ids=["one_by_one", "chunks_with_idle_slots", "at_once"],
-)
-def test_extend_gives_the_logits_of_forward(params, plan):
-  ids = _ids(2, 12)
-  hidden = _in_chunks(params, ids, plan, 2)
-  logits = transformer.unembed(params, jnp.array(hidden))
-  np.testing.assert_allclose(logits, forward(params, input_ids=ids), atol=1e-4)
-
-
-def test_extend_leaves_idle_slots_as_they_are(params):
-  cache = jax.tree.map(lambda x: x + 1.5, init_cache(CONFIG, 2, 20))
-  zeros = np.zeros(2, np.int32)
-  new, _ = extend(params, cache, _ids(2, 5), zeros, np.array([0, 2], np.int32))
-  for old, got in zip(*map(jax.tree.leaves, (cache, new)), strict=True):
-    np.testing.assert_array_equal(got[0], old[0])
-    np.testing.assert_array_equal(got[1, :, 2:], old[1, :, 2:])
-    assert not np.array_equal(got[1, :, :2], old[1, :, :2])
-
-
-def test_what_a_slot_held_before_does_not_matter(params):
-  # A rewritten prefix: tokens from 3 on are replaced, old ones lie beyond.
-  ids, old = _ids(2, 12), _ids(2, 12, seed=1)
-  old[:, :3] = ids[:, :3]
-  zero, three, five, all_ = (np.full(2, n, np.int32) for n in (0, 3, 5, 12))
-  cache, _ = extend(params, init_cache(CONFIG, 2, 20), old, zero, all_)
-  _, hidden = extend(params, cache, ids[:, 3:8], three, five)
-  logits = transformer.unembed(params, hidden)
-  want = forward(params, input_ids=ids)[:, 3:8]
-  np.testing.assert_allclose(logits, want, atol=1e-4)

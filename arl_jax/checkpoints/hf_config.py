@@ -1,0 +1,430 @@
+"""A checkpoint's config.json <-> `ModelConfig`.
+
+Both forms are read: the older one with `rope_theta` and `rope_scaling`, and
+the newer one with `rope_parameters`. What the core can't compute is refused by
+name, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from arl_jax.model.config import ModelConfig, RopeConfig
+
+_REQUIRED = object()
+
+
+class _Fields:
+  """Typed look-ups that say which key is wrong."""
+
+  def __init__(self, values: Mapping[str, Any], where: str):
+    self.values, self.where = values, where
+
+  def get(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
+    value = self.values.get(key)
+    if value is None:
+      if default is _REQUIRED:
+        raise ValueError(f"{self.where} has no {key!r}")
+      return default
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+      value = float(value)
+    if type(value) is not kind:
+      raise ValueError(
+        f"{self.where}: {key} is {value!r}, not of type {kind.__name__}"
+      )
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f"{self.where}: {key} is {value!r}, not finite")
+    if isinstance(value, int) and not 0 <= value < 1 << 31:
+      raise ValueError(f"{self.where}: {key} is {value}, not in 0..2^31-1")
+    return value
+
+  def expect(self, key: str, allowed: tuple[Any, ...]) -> None:
+    """A setting that may be absent but has no other implementation."""
+    value = self.values.get(key)
+    if value is not None and value not in allowed:
+      raise ValueError(
+        f"{self.where}: {key} is {value!r}; supported is {allowed[0]!r}"
+      )
+
+
+def from_hf(
+  values: Mapping[str, Any], where: str = "config.json"
+) -> ModelConfig:
+  """The `ModelConfig` of a parsed config.json, without MTP modules.
+
+  Raises:
+    ValueError: an unknown architecture, a missing or ill-typed key, or a
+      setting that isn't implemented; names it.
+  """
+  kind = values.get("model_type")
+  if not isinstance(kind, str) or kind not in _FAMILIES:
+    raise ValueError(
+      f"{where}: model_type is {kind!r}, not one of {sorted(_FAMILIES)}"
+    )
+  fields = _Fields(values, where)
+  fields.expect("hidden_act", ("silu",))
+  config = ModelConfig(
+    vocab_size=fields.get("vocab_size", int),
+    width=fields.get("hidden_size", int),
+    layers=fields.get("num_hidden_layers", int),
+    heads=fields.get("num_attention_heads", int),
+    kv_heads=fields.get(
+      "num_key_value_heads", int, fields.get("num_attention_heads", int)
+    ),
+    norm_eps=fields.get("rms_norm_eps", float),
+    tied=fields.get("tie_word_embeddings", bool, False),
+    context_length=fields.get("max_position_embeddings", int, 0),
+    experts=0,
+    mtp_heads=0,
+    qk_norm=False,
+    rope=_rope(fields),
+  )
+  config = _FAMILIES[kind](fields, config)
+  try:
+    config.validate()
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from None
+  return config
+
+
+def _rope_fields(fields: _Fields) -> _Fields:
+  newer = fields.get("rope_parameters", dict, {})
+  older = fields.get("rope_scaling", dict, {})
+  return _Fields(newer or older, f"{fields.where}: rope parameters")
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+  inner = _rope_fields(fields)
+  kind = inner.values.get("rope_type", inner.values.get("type", "default"))
+  theta = inner.get("rope_theta", float, None)
+  if theta is None:
+    theta = fields.get("rope_theta", float, 10_000.0)
+  if not theta > 1:
+    raise ValueError(f"{fields.where}: rope_theta is {theta}, not > 1")
+  if kind == "default":
+    return RopeConfig(theta=theta)
+  if kind not in ("llama3", "yarn"):
+    raise ValueError(
+      f"{fields.where}: rope_type is {kind!r}, not default, llama3 or yarn"
+    )
+  factor = inner.get("factor", float)
+  if not factor >= 1:
+    raise ValueError(f"{inner.where}: factor is {factor}, not >= 1")
+  stretched = RopeConfig(
+    theta=theta,
+    kind=kind,
+    factor=factor,
+    original_length=inner.get("original_max_position_embeddings", int),
+  )
+  if kind == "llama3":
+    low = inner.get("low_freq_factor", float)
+    high = inner.get("high_freq_factor", float)
+    if not 0 < low < high:
+      raise ValueError(
+        f"{inner.where}: low_freq_factor {low} is not below high_freq_factor"
+        f" {high}, both above 0"
+      )
+    return dataclasses.replace(stretched, low=low, high=high)
+  return dataclasses.replace(
+    stretched,
+    low=inner.get("beta_slow", float, 1.0),
+    high=inner.get("beta_fast", float, 32.0),
+    truncate=inner.get("truncate", bool, True),
+    amplitude=_amplitude(inner, factor),
+  )
+
+
+def _amplitude(inner: _Fields, factor: float) -> float:
+  """YaRN's attention factor."""
+  given = inner.get("attention_factor", float, None)
+  if given is not None:
+    return given
+  mscale = inner.get("mscale", float, 0.0)
+  mscale_all = inner.get("mscale_all_dim", float, 0.0)
+  if mscale and mscale_all:
+    return _mscale(factor, mscale) / _mscale(factor, mscale_all)
+  return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+  return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _grouped(fields: _Fields, config: ModelConfig, **more: Any) -> ModelConfig:
+  """Fields of families with grouped-query attention."""
+  head_dim = fields.get("head_dim", int, 0)
+  return dataclasses.replace(
+    config,
+    head_dim=head_dim or config.width // max(config.heads, 1),
+    attention_bias=fields.get("attention_bias", bool, False),
+    **more,
+  )
+
+
+def _llama(fields: _Fields, config: ModelConfig) -> ModelConfig:
+  fields.expect("mlp_bias", (False,))
+  return _grouped(
+    fields, config, dense_width=fields.get("intermediate_size", int)
+  )
+
+
+def _qwen3(fields: _Fields, config: ModelConfig) -> ModelConfig:
+  fields.expect("use_sliding_window", (False,))
+  return _grouped(
+    fields,
+    config,
+    qk_norm=True,
+    dense_width=fields.get("intermediate_size", int),
+  )
+
+
+def _qwen3_moe(fields: _Fields, config: ModelConfig) -> ModelConfig:
+  fields.expect("use_sliding_window", (False,))
+  fields.expect("decoder_sparse_step", (1,))
+  fields.expect("mlp_only_layers", ([],))
+  experts = fields.get("num_experts", int, 0)
+  return _grouped(
+    fields,
+    config,
+    qk_norm=True,
+    experts=experts or fields.get("num_local_experts", int),
+    experts_per_token=fields.get("num_experts_per_tok", int),
+    expert_width=fields.get("moe_intermediate_size", int),
+    normalise_gates=fields.get("norm_topk_prob", bool, False),
+  )
+
+
+def _gpt_oss(fields: _Fields, config: ModelConfig) -> ModelConfig:
+  fields.expect("swiglu_alpha", (1.702,))
+  window = fields.get("sliding_window", int)
+  if not window:
+    raise ValueError(f"{fields.where}: sliding_window is 0, not >= 1")
+  pattern = ["sliding_attention", "full_attention"]
+  usual = [pattern[i % 2] for i in range(config.layers)]
+  fields.expect("layer_types", (usual,))
+  return _grouped(
+    fields,
+    config,
+    sinks=True,
+    windows=(window, 0),
+    experts=fields.get("num_local_experts", int),
+    experts_per_token=fields.get("num_experts_per_tok", int),
+    expert_width=fields.get("intermediate_size", int),
+    expert_bias=True,
+    router_bias=True,
+    swiglu_limit=fields.get("swiglu_limit", float, 7.0),
+  )
+
+
+def _deepseek(fields: _Fields, config: ModelConfig) -> ModelConfig:
+  fields.expect("attention_bias", (False,))
+  fields.expect("scoring_func", ("sigmoid",))
+  fields.expect("topk_method", ("noaux_tc",))
+  fields.expect("moe_layer_freq", (1,))
+  rotated = fields.get("qk_rope_head_dim", int)
+  score_scale = 1.0
+  if config.rope.kind == "yarn":
+    weight = _rope_fields(fields).get("mscale_all_dim", float, 0.0)
+    score_scale = _mscale(config.rope.factor, weight) ** 2 if weight else 1.0
+  return dataclasses.replace(
+    config,
+    # Every head has its own keys, expanded from the shared latent.
+    kv_heads=config.heads,
+    head_dim=fields.get("qk_nope_head_dim", int) + rotated,
+    rope_dim=rotated,
+    value_dim=fields.get("v_head_dim", int),
+    latent_rank=fields.get("kv_lora_rank", int),
+    query_rank=fields.get("q_lora_rank", int, 0),
+    score_scale=score_scale,
+    dense_layers=fields.get("first_k_dense_replace", int),
+    dense_width=fields.get("intermediate_size", int),
+    experts=fields.get("n_routed_experts", int),
+    experts_per_token=fields.get("num_experts_per_tok", int),
+    expert_width=fields.get("moe_intermediate_size", int),
+    shared_experts=fields.get("n_shared_experts", int, 0),
+    router="sigmoid",
+    normalise_gates=fields.get("norm_topk_prob", bool, True),
+    gate_scale=fields.get("routed_scaling_factor", float, 1.0),
+    expert_groups=fields.get("n_group", int, 1),
+    groups_kept=fields.get("topk_group", int, 1),
+    rope=dataclasses.replace(
+      config.rope,
+      interleaved=fields.get("rope_interleave", bool, True),
+    ),
+  )
+
+
+_FAMILIES: Mapping[str, Callable[[_Fields, ModelConfig], ModelConfig]] = {
+  "llama": _llama,
+  "qwen3": _qwen3,
+  "qwen3_moe": _qwen3_moe,
+  "gpt_oss": _gpt_oss,
+  "deepseek_v3": _deepseek,
+  "kimi_k2": _deepseek,
+}
+
+
+def family(config: ModelConfig) -> str:
+  """The model_type whose published layout fits."""
+  if config.latent_rank:
+    return "deepseek_v3"
+  if config.sinks:
+    return "gpt_oss"
+  if config.qk_norm:
+    return "qwen3_moe" if config.experts else "qwen3"
+  return "llama"
+
+
+_CLASSES = {
+  "llama": "LlamaForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  "qwen3_moe": "Qwen3MoeForCausalLM",
+  "gpt_oss": "GptOssForCausalLM",
+  "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+  """A config.json that transformers reads, of either generation.
+
+  Raises:
+    ValueError: no published architecture has this combination of fields.
+  """
+  kind = family(config)
+  values: dict[str, Any] = {
+    "architectures": [_CLASSES[kind]],
+    "model_type": kind,
+    "hidden_act": "silu",
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "num_hidden_layers": config.layers,
+    "num_attention_heads": config.heads,
+    "num_key_value_heads": config.kv_heads,
+    "rms_norm_eps": config.norm_eps,
+    "tie_word_embeddings": config.tied,
+    "attention_bias": config.attention_bias,
+    "max_position_embeddings": config.context_length or 1 << 17,
+    "rope_theta": config.rope.theta,
+    "rope_scaling": _rope_scaling(config),
+    **_SPECIFIC[kind](config),
+  }
+  again = from_hf(values, "this model")
+  core = dataclasses.replace(
+    config,
+    mtp_heads=0,
+    scan_layers=False,
+    remat="none",
+    dispatch_tokens=again.dispatch_tokens,
+    context_length=again.context_length,
+  )
+  if again != core:
+    different = [
+      f.name
+      for f in dataclasses.fields(core)
+      if getattr(core, f.name) != getattr(again, f.name)
+    ]
+    raise ValueError(
+      f"no published architecture computes this model: as {kind!r},"
+      f" model.{different[0]} would be {getattr(again, different[0])!r}, not"
+      f" {getattr(core, different[0])!r}"
+    )
+  return values
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+  rope = config.rope
+  if rope.kind == "plain":
+    return None
+  scaling = {
+    "rope_type": rope.kind,
+    "factor": rope.factor,
+    "original_max_position_embeddings": rope.original_length,
+  }
+  if rope.kind == "llama3":
+    return {
+      **scaling,
+      "low_freq_factor": rope.low,
+      "high_freq_factor": rope.high,
+    }
+  scaling |= {
+    "beta_slow": rope.low,
+    "beta_fast": rope.high,
+    "truncate": rope.truncate,
+  }
+  if config.score_scale != 1.0:
+    # Solves (0.1 · m · ln(factor) + 1)² = score_scale for m.
+    weight = (math.sqrt(config.score_scale) - 1) / (0.1 * math.log(rope.factor))
+    scaling["mscale_all_dim"] = round(weight, 9)
+    # The same for both makes the attention factor 1.
+    scaling["mscale"] = round(weight, 9)
+  if rope.amplitude != _amplitude(_Fields(scaling, ""), rope.factor):
+    scaling["attention_factor"] = rope.amplitude
+  return scaling
+
+
+def _grouped_to_hf(config: ModelConfig) -> dict[str, Any]:
+  dense = {"intermediate_size": config.dense_width, "mlp_bias": False}
+  return {"head_dim": config.head_dim, **dense}
+
+
+def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+  return {
+    "head_dim": config.head_dim,
+    "num_experts": config.experts,
+    "num_experts_per_tok": config.experts_per_token,
+    "moe_intermediate_size": config.expert_width,
+    # Of dense layers, which there are none of.
+    "intermediate_size": config.expert_width,
+    "norm_topk_prob": config.normalise_gates,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+  }
+
+
+def _gpt_oss_to_hf(config: ModelConfig) -> dict[str, Any]:
+  return {
+    "head_dim": config.head_dim,
+    "sliding_window": config.windows[0],
+    "layer_types": [
+      "sliding_attention" if config.layer(i).window else "full_attention"
+      for i in range(config.layers)
+    ],
+    "num_local_experts": config.experts,
+    "num_experts_per_tok": config.experts_per_token,
+    "intermediate_size": config.expert_width,
+    "swiglu_limit": config.swiglu_limit,
+  }
+
+
+def _deepseek_to_hf(config: ModelConfig) -> dict[str, Any]:
+  return {
+    "qk_nope_head_dim": config.head_dim - config.rope_dim,
+    "qk_rope_head_dim": config.rope_dim,
+    "v_head_dim": config.values,
+    "kv_lora_rank": config.latent_rank,
+    "q_lora_rank": config.query_rank or None,
+    "first_k_dense_replace": config.dense_layers,
+    "intermediate_size": config.dense_width,
+    "n_routed_experts": config.experts,
+    "num_experts_per_tok": config.experts_per_token,
+    "moe_intermediate_size": config.expert_width,
+    "n_shared_experts": config.shared_experts,
+    "norm_topk_prob": config.normalise_gates,
+    "routed_scaling_factor": config.gate_scale,
+    "n_group": config.expert_groups,
+    "topk_group": config.groups_kept,
+    "rope_interleave": config.rope.interleaved,
+    "num_nextn_predict_layers": config.mtp_heads,
+  }
+
+
+_SPECIFIC: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
+  "llama": _grouped_to_hf,
+  "qwen3": _grouped_to_hf,
+  "qwen3_moe": _qwen3_moe_to_hf,
+  "gpt_oss": _gpt_oss_to_hf,
+  "deepseek_v3": _deepseek_to_hf,
+}

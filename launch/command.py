@@ -1,0 +1,64 @@
+"""What the programs share: flags and errors, said in one line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+from arl_jax.runtime.actor import Interrupted
+from arl_jax.runtime.config import explain_field
+
+
+def run(
+  main: Callable[[list[str]], None], config: object, default: str
+) -> None:
+  """Runs a program.
+
+  Args:
+    main: takes what is no flag.
+    config: an example of what --config gives.
+    default: file that --config names if it isn't given. As the flag's own
+      default it would be read, with the flags below it, on import.
+  """
+  logging.set_verbosity(logging.WARNING)
+  app.run(
+    functools.partial(_guarded, main),
+    flags_parser=functools.partial(_parse_flags, config, default),
+  )
+
+
+def _parse_flags(config: object, default: str, argv: list[str]) -> list[str]:
+  """Parses flags; whatever is wrong with them is one line."""
+  if not any(a.lstrip("-").startswith("config=") for a in argv[1:]):
+    argv = [argv[0], f"--config={default}", *argv[1:]]
+  try:
+    return flags.FLAGS(argv)
+  except KeyError:
+    fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
+    reasons = [explain_field(config, field) for field in fields if field]
+    problem = "; ".join(filter(None, reasons))
+  except Exception as error:  # A configuration is code and may raise any.
+    # The library's reason for a failed load comes after its own first line.
+    kind = "" if isinstance(error, flags.Error) else type(error).__name__ + " "
+    problem = kind + " ".join(str(error).split())[:300]
+  print(f"error: {problem}", file=sys.stderr)
+  sys.exit(2)
+
+
+def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
+  """Runs `main`; known errors are one line and an exit code."""
+  try:
+    main(argv)
+  except Interrupted:
+    print("stopped at a checkpoint; go on with --resume", file=sys.stderr)
+    sys.exit(130)
+  except KeyboardInterrupt:
+    print("stopped at once; --resume goes on from the last checkpoint")
+    sys.exit(130)
+  except (ValueError, OSError) as error:
+    reason = getattr(error, "strerror", None) or error
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(1)
