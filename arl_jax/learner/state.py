@@ -42,7 +42,8 @@ class OptimizerConfig:
   Attributes:
     name: "adamw", or "muon": orthogonalised momentum for the matrices of the
       trunk (Muon, https://kellerjordan.github.io/posts/muon), AdamW for
-      embeddings, routers, stacked experts and vectors.
+      embeddings, heads, routers, vectors and whatever is stacked (experts,
+      scanned layers).
     learning_rate: of AdamW, at the top.
     muon_learning_rate: of Muon, at the top.
     warmup_steps: updates until the top is reached.
@@ -112,6 +113,7 @@ def _float32_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     b1=config.b1,
     b2=config.b2,
     weight_decay=config.weight_decay,
+    mask=_decayed,
   )
   if config.name == "adamw":
     return adamw
@@ -122,17 +124,28 @@ def _float32_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   return optax.partition({"muon": muon, "adamw": adamw}, _muon_labels)
 
 
+def _decayed(params: Any) -> Any:
+  """A selection bias is no weight: it has no gradient to hold it up."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: path[-1].key != "choice_bias", params
+  )
+
+
 def _muon_labels(params: Any) -> Any:
   """Which of the two optimizers each parameter belongs to."""
 
-  def label(path: Any, x: jax.Array) -> str:
-    name = path[-1].key
-    return "muon" if x.ndim == 2 and name not in _NOT_MUON else "adamw"
+  def label(path: Any, x: Any) -> str:
+    alone = x.ndim == 2 and path[-1].key in _MATRICES
+    return "muon" if alone else "adamw"
 
   return jax.tree_util.tree_map_with_path(label, params)
 
 
-_NOT_MUON = ("embed", "router")
+# Matrices of the trunk and of the MTP module.
+_MATRICES = frozenset({
+  *("q", "k", "v", "out", "q_latent", "latent", "expand"),
+  *("gate", "up", "down", "project"),
+})  # fmt: skip
 
 
 def _schedule(config: OptimizerConfig, peak: float) -> optax.Schedule:

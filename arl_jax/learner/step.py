@@ -116,6 +116,14 @@ _SUMS = (
 )
 
 
+def _as_computed(params, dtype):
+  """Parameters in the compute dtype, but for biases that decide by little."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x if path[-1].key == "choice_bias" else x.astype(dtype),
+    params,
+  )
+
+
 def _mtp_rows(rows: int, config: StepConfig) -> int:
   return max(1, round(rows * config.mtp_share))
 
@@ -135,7 +143,7 @@ def _counts(batch: TokenBatch, config: StepConfig) -> Mapping[str, jax.Array]:
 
 def _numerators(params, model, loss_fn, config, part, denominators):
   """Loss of a microbatch, already over global counts, and metric sums."""
-  params = jax.tree.map(lambda x: x.astype(config.compute_dtype), params)
+  params = _as_computed(params, config.compute_dtype)
   positions = segment_positions(part.segment_ids)
   hidden, record = transformer.hidden_states(
     params, model, part.ids, positions, part.segment_ids

@@ -72,8 +72,8 @@ class ModelConfig:
     kv_heads: G, key/value heads; divides `heads`.
     head_dim: of queries and keys.
     value_dim: of values; 0 means `head_dim`.
-    rope_dim: last dimensions of a head that are rotated; 0 means all, and all
-      are rotated unless `latent_rank` is set.
+    rope_dim: last dimensions of a head that are rotated, in latent attention;
+      0 elsewhere, where all are.
     latent_rank: of the latent that keys and values are expanded from
       (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434); 0 means
       grouped-query attention.
@@ -193,6 +193,9 @@ class ModelConfig:
     for name in positive:
       if getattr(self, name) < 1:
         raise ValueError(f"model.{name} is {getattr(self, name)}, not >= 1")
+    for name in _NOT_NEGATIVE:
+      if not getattr(self, name) >= 0:
+        raise ValueError(f"model.{name} is {getattr(self, name)}, not >= 0")
     for name, known in _CHOICES.items():
       if getattr(self, name) not in known:
         raise ValueError(
@@ -218,16 +221,29 @@ class ModelConfig:
         f"model.{name} {rotated} is not an even number of dimensions of a head"
         f" of {self.head_dim}; rope rotates pairs"
       )
-    if self.rope_dim and not self.latent_rank:
+    if bool(self.rope_dim) != bool(self.latent_rank):
       raise ValueError(
-        f"model.rope_dim is {self.rope_dim}, but only latent attention"
-        " (model.latent_rank) rotates a part of a head"
+        f"model.rope_dim is {self.rope_dim} and model.latent_rank"
+        f" {self.latent_rank}: latent attention, and no other, rotates a part"
+        " of a head"
       )
+    if self.latent_rank:
+      self._validate_latent()
     if not self.windows or min(self.windows) < 0:
       raise ValueError(f"model.windows is {self.windows}; 0 means everything")
     if self.mtp_heads not in (0, 1):
       raise ValueError(f"model.mtp_heads is {self.mtp_heads}, not 0 or 1")
     self._validate_experts()
+
+  def _validate_latent(self) -> None:
+    for name in ("qk_norm", "attention_bias", "sinks"):
+      if getattr(self, name):
+        raise ValueError(f"model.{name} is not part of latent attention")
+    if self.kv_heads != self.heads:
+      raise ValueError(
+        f"model.kv_heads {self.kv_heads} is not heads {self.heads}: in latent"
+        " attention each head has keys of its own"
+      )
 
   def _validate_experts(self) -> None:
     if not 0 <= self.dense_layers <= self.layers:
@@ -261,6 +277,12 @@ class ModelConfig:
     if groups > 1 and self.router != "sigmoid":
       raise ValueError("model.expert_groups needs model.router 'sigmoid'")
 
+
+_NOT_NEGATIVE = (
+  *("value_dim", "rope_dim", "latent_rank", "query_rank", "score_scale"),
+  *("dense_layers", "dense_width", "experts", "shared_experts"),
+  *("swiglu_limit", "gate_scale", "context_length", "norm_eps"),
+)
 
 _CHOICES = {
   "router": ("softmax", "sigmoid"),
