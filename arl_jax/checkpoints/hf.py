@@ -14,7 +14,13 @@ from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from arl_jax import sharding
-from arl_jax.checkpoints import gguf_file, hf_config, layout, quantized
+from arl_jax.checkpoints import (
+  gguf_file,
+  hf_config,
+  hf_export,
+  layout,
+  quantized,
+)
 from arl_jax.checkpoints.safetensors_file import open_folder
 from arl_jax.checkpoints.safetensors_writer import Writer
 from arl_jax.checkpoints.source import Source, Stored
@@ -248,7 +254,7 @@ def save_hf(
       is missing or has another shape than the configuration says.
     FileNotFoundError: `tokenizer_from` holds no tokenizer.
   """
-  values = hf_config.to_hf(config)
+  values = hf_export.to_hf(config)
   leaves = layout.leaves(config)
   arrays = {leaf.path: _taken(params, leaf) for leaf in leaves}
   values["torch_dtype"] = str(arrays["embed",].dtype)

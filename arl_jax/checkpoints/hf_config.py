@@ -1,4 +1,4 @@
-"""A checkpoint's config.json <-> `ModelConfig`.
+"""A checkpoint's config.json -> `ModelConfig`.
 
 Both forms are read: the older one with `rope_theta` and `rope_scaling`, and
 the newer one with `rope_parameters`. What the core can't compute is refused by
@@ -17,7 +17,7 @@ from arl_jax.model.config import ModelConfig, RopeConfig
 _REQUIRED = object()
 
 
-class _Fields:
+class Fields:
   """Typed look-ups that say which key is wrong."""
 
   def __init__(self, values: Mapping[str, Any], where: str):
@@ -64,7 +64,7 @@ def from_hf(
     raise ValueError(
       f"{where}: model_type is {kind!r}, not one of {sorted(_FAMILIES)}"
     )
-  fields = _Fields(values, where)
+  fields = Fields(values, where)
   fields.expect("hidden_act", ("silu",))
   config = ModelConfig(
     vocab_size=fields.get("vocab_size", int),
@@ -90,13 +90,13 @@ def from_hf(
   return config
 
 
-def _rope_fields(fields: _Fields) -> _Fields:
+def _rope_fields(fields: Fields) -> Fields:
   newer = fields.get("rope_parameters", dict, {})
   older = fields.get("rope_scaling", dict, {})
-  return _Fields(newer or older, f"{fields.where}: rope parameters")
+  return Fields(newer or older, f"{fields.where}: rope parameters")
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _rope(fields: Fields) -> RopeConfig:
   inner = _rope_fields(fields)
   kind = inner.values.get("rope_type", inner.values.get("type", "default"))
   theta = inner.get("rope_theta", float, None)
@@ -133,11 +133,11 @@ def _rope(fields: _Fields) -> RopeConfig:
     low=inner.get("beta_slow", float, 1.0),
     high=inner.get("beta_fast", float, 32.0),
     truncate=inner.get("truncate", bool, True),
-    amplitude=_amplitude(inner, factor),
+    amplitude=amplitude(inner, factor),
   )
 
 
-def _amplitude(inner: _Fields, factor: float) -> float:
+def amplitude(inner: Fields, factor: float) -> float:
   """YaRN's attention factor."""
   given = inner.get("attention_factor", float, None)
   if given is not None:
@@ -153,7 +153,7 @@ def _mscale(factor: float, weight: float) -> float:
   return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _grouped(fields: _Fields, config: ModelConfig, **more: Any) -> ModelConfig:
+def _grouped(fields: Fields, config: ModelConfig, **more: Any) -> ModelConfig:
   """Fields of families with grouped-query attention."""
   head_dim = fields.get("head_dim", int, 0)
   return dataclasses.replace(
@@ -164,14 +164,14 @@ def _grouped(fields: _Fields, config: ModelConfig, **more: Any) -> ModelConfig:
   )
 
 
-def _llama(fields: _Fields, config: ModelConfig) -> ModelConfig:
+def _llama(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("mlp_bias", (False,))
   return _grouped(
     fields, config, dense_width=fields.get("intermediate_size", int)
   )
 
 
-def _qwen3(fields: _Fields, config: ModelConfig) -> ModelConfig:
+def _qwen3(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("use_sliding_window", (False,))
   return _grouped(
     fields,
@@ -181,7 +181,7 @@ def _qwen3(fields: _Fields, config: ModelConfig) -> ModelConfig:
   )
 
 
-def _qwen3_moe(fields: _Fields, config: ModelConfig) -> ModelConfig:
+def _qwen3_moe(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("use_sliding_window", (False,))
   fields.expect("decoder_sparse_step", (1,))
   fields.expect("mlp_only_layers", ([],))
@@ -197,7 +197,7 @@ def _qwen3_moe(fields: _Fields, config: ModelConfig) -> ModelConfig:
   )
 
 
-def _gpt_oss(fields: _Fields, config: ModelConfig) -> ModelConfig:
+def _gpt_oss(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("swiglu_alpha", (1.702,))
   window = fields.get("sliding_window", int)
   if not window:
@@ -219,7 +219,7 @@ def _gpt_oss(fields: _Fields, config: ModelConfig) -> ModelConfig:
   )
 
 
-def _deepseek(fields: _Fields, config: ModelConfig) -> ModelConfig:
+def _deepseek(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("attention_bias", (False,))
   fields.expect("scoring_func", ("sigmoid",))
   fields.expect("topk_method", ("noaux_tc",))
@@ -257,174 +257,11 @@ def _deepseek(fields: _Fields, config: ModelConfig) -> ModelConfig:
   )
 
 
-_FAMILIES: Mapping[str, Callable[[_Fields, ModelConfig], ModelConfig]] = {
+_FAMILIES: Mapping[str, Callable[[Fields, ModelConfig], ModelConfig]] = {
   "llama": _llama,
   "qwen3": _qwen3,
   "qwen3_moe": _qwen3_moe,
   "gpt_oss": _gpt_oss,
   "deepseek_v3": _deepseek,
   "kimi_k2": _deepseek,
-}
-
-
-def family(config: ModelConfig) -> str:
-  """The model_type whose published layout fits."""
-  if config.latent_rank:
-    return "deepseek_v3"
-  if config.sinks:
-    return "gpt_oss"
-  if config.qk_norm:
-    return "qwen3_moe" if config.experts else "qwen3"
-  return "llama"
-
-
-_CLASSES = {
-  "llama": "LlamaForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-  "qwen3_moe": "Qwen3MoeForCausalLM",
-  "gpt_oss": "GptOssForCausalLM",
-  "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-  """A config.json that transformers reads, of either generation.
-
-  Raises:
-    ValueError: no published architecture has this combination of fields.
-  """
-  kind = family(config)
-  values: dict[str, Any] = {
-    "architectures": [_CLASSES[kind]],
-    "model_type": kind,
-    "hidden_act": "silu",
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "num_hidden_layers": config.layers,
-    "num_attention_heads": config.heads,
-    "num_key_value_heads": config.kv_heads,
-    "rms_norm_eps": config.norm_eps,
-    "tie_word_embeddings": config.tied,
-    "attention_bias": config.attention_bias,
-    "max_position_embeddings": config.context_length or 1 << 17,
-    "rope_theta": config.rope.theta,
-    "rope_scaling": _rope_scaling(config),
-    **_SPECIFIC[kind](config),
-  }
-  again = from_hf(values, "this model")
-  core = dataclasses.replace(
-    config,
-    mtp_heads=0,
-    scan_layers=False,
-    remat="none",
-    dispatch_tokens=again.dispatch_tokens,
-    context_length=again.context_length,
-  )
-  if again != core:
-    different = [
-      f.name
-      for f in dataclasses.fields(core)
-      if getattr(core, f.name) != getattr(again, f.name)
-    ]
-    raise ValueError(
-      f"no published architecture computes this model: as {kind!r},"
-      f" model.{different[0]} would be {getattr(again, different[0])!r}, not"
-      f" {getattr(core, different[0])!r}"
-    )
-  return values
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-  rope = config.rope
-  if rope.kind == "plain":
-    return None
-  scaling = {
-    "rope_type": rope.kind,
-    "factor": rope.factor,
-    "original_max_position_embeddings": rope.original_length,
-  }
-  if rope.kind == "llama3":
-    return {
-      **scaling,
-      "low_freq_factor": rope.low,
-      "high_freq_factor": rope.high,
-    }
-  scaling |= {
-    "beta_slow": rope.low,
-    "beta_fast": rope.high,
-    "truncate": rope.truncate,
-  }
-  if config.score_scale != 1.0:
-    # Solves (0.1 · m · ln(factor) + 1)² = score_scale for m.
-    weight = (math.sqrt(config.score_scale) - 1) / (0.1 * math.log(rope.factor))
-    scaling["mscale_all_dim"] = round(weight, 9)
-    # The same for both makes the attention factor 1.
-    scaling["mscale"] = round(weight, 9)
-  if rope.amplitude != _amplitude(_Fields(scaling, ""), rope.factor):
-    scaling["attention_factor"] = rope.amplitude
-  return scaling
-
-
-def _grouped_to_hf(config: ModelConfig) -> dict[str, Any]:
-  dense = {"intermediate_size": config.dense_width, "mlp_bias": False}
-  return {"head_dim": config.head_dim, **dense}
-
-
-def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
-  return {
-    "head_dim": config.head_dim,
-    "num_experts": config.experts,
-    "num_experts_per_tok": config.experts_per_token,
-    "moe_intermediate_size": config.expert_width,
-    # Of dense layers, which there are none of.
-    "intermediate_size": config.expert_width,
-    "norm_topk_prob": config.normalise_gates,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-  }
-
-
-def _gpt_oss_to_hf(config: ModelConfig) -> dict[str, Any]:
-  return {
-    "head_dim": config.head_dim,
-    "sliding_window": config.windows[0],
-    "layer_types": [
-      "sliding_attention" if config.layer(i).window else "full_attention"
-      for i in range(config.layers)
-    ],
-    "num_local_experts": config.experts,
-    "num_experts_per_tok": config.experts_per_token,
-    "intermediate_size": config.expert_width,
-    "swiglu_limit": config.swiglu_limit,
-  }
-
-
-def _deepseek_to_hf(config: ModelConfig) -> dict[str, Any]:
-  return {
-    "qk_nope_head_dim": config.head_dim - config.rope_dim,
-    "qk_rope_head_dim": config.rope_dim,
-    "v_head_dim": config.values,
-    "kv_lora_rank": config.latent_rank,
-    "q_lora_rank": config.query_rank or None,
-    "first_k_dense_replace": config.dense_layers,
-    "intermediate_size": config.dense_width,
-    "n_routed_experts": config.experts,
-    "num_experts_per_tok": config.experts_per_token,
-    "moe_intermediate_size": config.expert_width,
-    "n_shared_experts": config.shared_experts,
-    "norm_topk_prob": config.normalise_gates,
-    "routed_scaling_factor": config.gate_scale,
-    "n_group": config.expert_groups,
-    "topk_group": config.groups_kept,
-    "rope_interleave": config.rope.interleaved,
-    "num_nextn_predict_layers": config.mtp_heads,
-  }
-
-
-_SPECIFIC: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
-  "llama": _grouped_to_hf,
-  "qwen3": _grouped_to_hf,
-  "qwen3_moe": _qwen3_moe_to_hf,
-  "gpt_oss": _gpt_oss_to_hf,
-  "deepseek_v3": _deepseek_to_hf,
 }
