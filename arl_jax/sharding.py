@@ -103,6 +103,17 @@ def shapes(specs: Any, dtype: Any = jnp.float32) -> Any:
   )
 
 
+def check_rules(rules: Mapping[str, tuple[str, ...]]) -> None:
+  """Raises ValueError naming a rule that isn't one."""
+  for axis, names in rules.items():
+    if axis not in RULES:
+      raise ValueError(f"rules: {axis!r} is not one of {', '.join(RULES)}")
+    if not isinstance(names, tuple) or set(names) - set(AXES):
+      raise ValueError(
+        f"rules: {axis!r} maps to {names!r}, not a tuple of {AXES}"
+      )
+
+
 def make_mesh(devices: Any = None, **sizes: int) -> Mesh:
   """A mesh of `AXES`, e.g. `make_mesh(fsdp=4, tensor=2)`; others have size 1.
 
@@ -114,6 +125,9 @@ def make_mesh(devices: Any = None, **sizes: int) -> Mesh:
   devices = jax.devices() if devices is None else devices
   if unknown := sorted(set(sizes) - set(AXES)):
     raise ValueError(f"mesh axis {unknown[0]!r} is not one of {AXES}")
+  for axis, size in sizes.items():
+    if not isinstance(size, int) or size < 1:
+      raise ValueError(f"mesh axis {axis!r} has size {size!r}, not >= 1")
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
   if math.prod(shape) != len(devices):
     raise ValueError(

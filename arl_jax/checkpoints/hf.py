@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -25,6 +26,14 @@ from arl_jax.checkpoints.safetensors_file import open_folder
 from arl_jax.checkpoints.safetensors_writer import Writer
 from arl_jax.checkpoints.source import Source, Stored
 from arl_jax.model.config import ModelConfig
+
+# What parameters may be.
+_DTYPES = tuple(
+  map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
+)
+
+# Rows of two tables that are compared at a time.
+_ROWS = 4096
 
 # Of config.json, in bytes.
 _MAX_CONFIG = 1 << 20
@@ -78,6 +87,9 @@ def load(
       quantisation, a tensor missing, left over or of a wrong shape, a
       truncated or inconsistent file.
   """
+  dtype = _floating(dtype)
+  rules = sharding.RULES if rules is None else rules
+  sharding.check_rules(rules)
   path = epath.Path(path)
   source: Source
   if path.suffix == ".gguf":
@@ -89,21 +101,74 @@ def load(
     source = open_folder(path)
   with source:
     prefix = ""
-    if "text_config" in values:
+    if values.get("text_config") is not None:
       values, prefix = _inner(values, where), "language_model."
     plain = _without_prefix(source, prefix)
     quantization = values.get("quantization_config")
+    if not isinstance(quantization, dict | None):
+      raise ValueError(
+        f"{where}: quantization_config is {quantization!r}, not an object"
+      )
     decoded = quantized.decoded(plain, quantization)
     config = hf_config.from_hf(values, where)
+    _check_count(config, len(decoded.tensors), str(path))
     if layout.has_mtp(config, decoded.tensors):
       config = dataclasses.replace(config, mtp_heads=1)
     leaves = layout.leaves(config)
     _check(config, leaves, decoded.tensors, str(path))
+    _check_copies(config, decoded, str(path))
     params: dict[str, Any] = {}
     for leaf in leaves:
-      value = _place(leaf, decoded, dtype, mesh, rules or sharding.RULES)
+      value = _place(leaf, decoded, dtype, mesh, rules)
       _put(params, leaf.path, value)
   return config, params
+
+
+def _floating(dtype: Any) -> np.dtype | None:
+  if dtype is None:
+    return None
+  try:
+    given = np.dtype(dtype)
+    if given in _DTYPES:
+      return given
+  except TypeError:
+    pass
+  raise ValueError(
+    f"dtype is {dtype!r}, not one of {', '.join(map(str, _DTYPES))}"
+  )
+
+
+def _check_count(config: ModelConfig, tensors: int, where: str) -> None:
+  """Before anything as large as the configuration claims is made."""
+  experts = 0 if config.expert_bias else config.experts
+  least = config.layers + config.moe_layers * experts
+  if least > tensors:
+    raise ValueError(
+      f"{where}: {config.layers} layers"
+      + (f" with {experts} experts" if experts else "")
+      + f" have more than its {tensors} tensors"
+    )
+
+
+def _check_copies(config: ModelConfig, source: Source, where: str) -> None:
+  """Tensors that should repeat another one do."""
+  for name, original in layout.copies(config).items():
+    if name not in source.tensors:
+      continue
+    shape = source.tensors[original].shape
+    if source.tensors[name].shape != shape:
+      raise ValueError(
+        f"{where}: {name} has shape {source.tensors[name].shape}, not {shape}"
+      )
+    for first in range(0, shape[0], _ROWS):
+      block = (slice(first, min(first + _ROWS, shape[0])), slice(0, shape[1]))
+      if not np.array_equal(
+        source.read(name, block), source.read(original, block)
+      ):
+        raise ValueError(
+          f"{where}: {name} differs from {original}, which the configuration"
+          " says it repeats"
+        )
 
 
 def read_config(path: epath.Path) -> dict[str, Any]:
@@ -250,13 +315,15 @@ def save_hf(
     tokenizer_from: folder whose tokenizer files are copied.
 
   Raises:
-    ValueError: no published architecture computes this model, or a parameter
-      is missing or has another shape than the configuration says.
+    ValueError: no published architecture computes this model; a parameter is
+      missing, left over, or not what the configuration says; the folder holds
+      weights already, of which an interrupted save may have left some.
     FileNotFoundError: `tokenizer_from` holds no tokenizer.
   """
   values = hf_export.to_hf(config)
   leaves = layout.leaves(config)
   arrays = {leaf.path: _taken(params, leaf) for leaf in leaves}
+  _check_used(params, set(arrays))
   values["torch_dtype"] = str(arrays["embed",].dtype)
   tokenizer = _tokenizer_files(tokenizer_from)
   path = epath.Path(path)
@@ -271,14 +338,29 @@ def save_hf(
   # A tied head is not stored; MTP modules repeat both tables.
   copies.pop("lm_head.weight", None)
   stored |= {name: stored[of] for name, of in copies.items()}
+  # The configuration comes last: without it a folder is no checkpoint.
   with Writer(path, stored) as writer:
+    (path / "config.json").unlink(missing_ok=True)
+    for file in tokenizer:
+      if file.resolve() != (path / file.name).resolve():
+        file.copy(path / file.name, overwrite=True)
     for name, tensor in _tensors(leaves, arrays):
       writer.write(name, tensor)
       for copy in [c for c, of in copies.items() if of == name]:
         writer.write(copy, tensor)
-  for file in tokenizer:
-    file.copy(path / file.name, overwrite=True)
-  (path / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+  unfinished = path / "config.json.tmp"
+  unfinished.write_text(json.dumps(values, indent=2) + "\n")
+  unfinished.rename(path / "config.json")
+
+
+def _check_used(params: Any, known: set[tuple[str, ...]]) -> None:
+  for keys, _ in jax.tree_util.tree_leaves_with_path(params):
+    path = tuple(getattr(k, "key", k) for k in keys)
+    if path not in known:
+      raise ValueError(
+        f"params has {'/'.join(map(str, path))}, which the configuration"
+        " doesn't"
+      )
 
 
 def _taken(params: Any, leaf: layout.Leaf) -> jax.Array:
@@ -287,6 +369,11 @@ def _taken(params: Any, leaf: layout.Leaf) -> jax.Array:
     if not isinstance(value, Mapping) or key not in value:
       raise ValueError(f"params has no {'/'.join(leaf.path)}")
     value = value[key]
+  if getattr(value, "dtype", object) not in _DTYPES:
+    raise ValueError(
+      f"params: {'/'.join(leaf.path)} is {getattr(value, 'dtype', value)}, not"
+      f" one of {', '.join(map(str, _DTYPES))}"
+    )
   if tuple(value.shape) != leaf.spec.shape:
     raise ValueError(
       f"params: {'/'.join(leaf.path)} has shape {tuple(value.shape)}, not"
@@ -299,7 +386,7 @@ def _tokenizer_files(folder: epath.PathLike | None) -> list[epath.Path]:
   if folder is None:
     return []
   found = [epath.Path(folder) / name for name in _TOKENIZER_FILES]
-  found = [file for file in found if file.exists()]
+  found = [file for file in found if file.is_file()]
   if not found:
     raise FileNotFoundError(f"{folder} holds no tokenizer files")
   return found

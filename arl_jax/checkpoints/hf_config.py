@@ -128,10 +128,15 @@ def _rope(fields: Fields) -> RopeConfig:
         f" {high}, both above 0"
       )
     return dataclasses.replace(stretched, low=low, high=high)
+  low = inner.get("beta_slow", float, 1.0)
+  high = inner.get("beta_fast", float, 32.0)
+  for name, turns in (("beta_slow", low), ("beta_fast", high)):
+    if not 1e-3 <= turns <= 1e6:
+      raise ValueError(f"{inner.where}: {name} is {turns}, not in 1e-3..1e6")
   return dataclasses.replace(
     stretched,
-    low=inner.get("beta_slow", float, 1.0),
-    high=inner.get("beta_fast", float, 32.0),
+    low=low,
+    high=high,
     truncate=inner.get("truncate", bool, True),
     amplitude=amplitude(inner, factor),
   )
@@ -150,11 +155,16 @@ def amplitude(inner: Fields, factor: float) -> float:
 
 
 def _mscale(factor: float, weight: float) -> float:
+  if not abs(weight) < 1e6:
+    raise ValueError(f"rope parameters: mscale is {weight}, not below 1e6")
   return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _grouped(fields: Fields, config: ModelConfig, **more: Any) -> ModelConfig:
   """Fields of families with grouped-query attention."""
+  if "windows" not in more:
+    full = ["full_attention"] * min(config.layers, 1 << 12)
+    fields.expect("layer_types", (full,))
   head_dim = fields.get("head_dim", int, 0)
   return dataclasses.replace(
     config,
@@ -166,6 +176,7 @@ def _grouped(fields: Fields, config: ModelConfig, **more: Any) -> ModelConfig:
 
 def _llama(fields: Fields, config: ModelConfig) -> ModelConfig:
   fields.expect("mlp_bias", (False,))
+  fields.expect("partial_rotary_factor", (1.0,))
   return _grouped(
     fields, config, dense_width=fields.get("intermediate_size", int)
   )
@@ -203,7 +214,7 @@ def _gpt_oss(fields: Fields, config: ModelConfig) -> ModelConfig:
   if not window:
     raise ValueError(f"{fields.where}: sliding_window is 0, not >= 1")
   pattern = ["sliding_attention", "full_attention"]
-  usual = [pattern[i % 2] for i in range(config.layers)]
+  usual = [pattern[i % 2] for i in range(min(config.layers, 1 << 12))]
   fields.expect("layer_types", (usual,))
   return _grouped(
     fields,

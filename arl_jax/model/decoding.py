@@ -69,6 +69,9 @@ def extend(
   Returns:
     The new cache and hidden states after the final norm, [S, C, D].
   """
+  slots = jax.tree.leaves(cache)[0].shape[-4]
+  if ids.ndim != 2 or ids.shape[0] != slots:
+    raise ValueError(f"ids has shape {ids.shape}; the cache has {slots} slots")
   columns = jnp.arange(ids.shape[1])
   positions = start[:, None] + columns
   real = columns < count[:, None]

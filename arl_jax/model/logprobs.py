@@ -50,7 +50,11 @@ def token_logprobs(
     logp [B, T], nats: entry t is log p(ids[t] | ids[<t]), 0 at a segment's
     first token and on padding; entropy [B, T] of that distribution, likewise.
   """
-  positions, segment_ids = row_defaults(input_ids, positions, segment_ids)
+  positions, segment_ids = row_defaults(
+    params, config, input_ids, positions, segment_ids, replay_experts
+  )
+  if isinstance(temperature, int | float) and not temperature > 0:
+    raise ValueError(f"temperature is {temperature}, not > 0")
   hidden, record = hidden_states(
     params, config, input_ids, positions, segment_ids, replay_experts
   )

@@ -240,7 +240,23 @@ def _by_depth(records: list[Record]) -> Record:
   }
 
 
-def row_defaults(input_ids, positions, segment_ids):
+def row_defaults(params, config, input_ids, positions, segment_ids, replay):
+  """Fills in what is by default; raises ValueError for shapes that can't be."""
+  if input_ids.ndim != 2 or not input_ids.size:
+    raise ValueError(f"input_ids has shape {input_ids.shape}, not [B, T]")
+  for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+    if array is not None and array.shape != input_ids.shape:
+      raise ValueError(
+        f"{name} has shape {array.shape}, input_ids {input_ids.shape}"
+      )
+  wanted = (*input_ids.shape, config.moe_layers, config.experts_per_token)
+  if replay is not None and replay.shape != wanted:
+    raise ValueError(f"replay_experts has shape {replay.shape}, not {wanted}")
+  names = [name for stack in config.stacks() for name in stack.names()]
+  if sorted(params["layers"]) != names:
+    raise ValueError(
+      f"params has layers {sorted(params['layers'])}, the configuration {names}"
+    )
   if segment_ids is None:
     segment_ids = jnp.ones_like(input_ids)
   if positions is None:
@@ -278,7 +294,9 @@ def forward(
     router, ST-MoE, arXiv 2202.08906), both [B, T, MoE layers]. Models without
     experts have an empty one.
   """
-  positions, segment_ids = row_defaults(input_ids, positions, segment_ids)
+  positions, segment_ids = row_defaults(
+    params, config, input_ids, positions, segment_ids, replay_experts
+  )
   hidden, record = hidden_states(
     params, config, input_ids, positions, segment_ids, replay_experts
   )

@@ -185,6 +185,49 @@ def test_wrong_configuration_is_named(values, match, tmp_path):
     checkpoints.load(folder)
 
 
+@pytest.mark.parametrize(
+  ("family", "values", "match"),
+  [
+    ("llama", {"num_hidden_layers": 10**9}, "1000000000 layers have more"),
+    ("qwen3_moe", {"num_local_experts": 10**9}, "with 1000000000 experts"),
+    ("gpt_oss", {"num_hidden_layers": 10**9}, "layer_types is"),
+    ("gpt_oss", {"num_local_experts": 10**9}, r"has shape \(64, 8\)|shape"),
+  ],
+)
+def test_absurd_sizes_are_refused_at_once(family, values, match, tmp_path):
+  folder = _copy(tmp_path, family)
+  _change_config(folder, **values)
+  with pytest.raises(ValueError, match=match):
+    checkpoints.load(folder)
+
+
+def test_head_that_is_not_tied_is_not_dropped(tmp_path):
+  folder = _copy(tmp_path, "qwen3_moe")
+  _change_config(folder, tie_word_embeddings=True)
+  with pytest.raises(ValueError, match=r"lm_head\.weight differs from model"):
+    checkpoints.load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float99", "complex64", object])
+def test_only_floating_types_are_taken(dtype):
+  with pytest.raises(ValueError, match=r"dtype is .*, not one of float32"):
+    checkpoints.load(DATA / "llama", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+  "rules", [{"width": "fsdp"}, {"width": ("nope",)}, {"size": ("fsdp",)}]
+)
+def test_wrong_rules_are_named(rules):
+  with pytest.raises(ValueError, match="rules: "):
+    checkpoints.load(DATA / "llama", rules=rules)
+
+
+def test_no_rules_replicate():
+  mesh = sharding.make_mesh(fsdp=8)
+  _, params = checkpoints.load(DATA / "llama", mesh=mesh, rules={})
+  assert all(x.is_fully_replicated for x in jax.tree.leaves(params))
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\x00"])
 def test_configuration_that_is_no_object_is_refused(text, tmp_path):
   folder = _copy(tmp_path)
@@ -213,6 +256,29 @@ def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
   with pytest.raises(ValueError, match="params has no norm"):
     checkpoints.save_hf(tmp_path, config, params)
   assert not list(tmp_path.iterdir())
+
+
+def test_parameters_without_a_place_are_not_saved(tmp_path):
+  config, params = checkpoints.load(DATA / "llama")
+  extra = {**params, "head": jnp.ones((48, 131))}
+  with pytest.raises(ValueError, match="params has head, which the"):
+    checkpoints.save_hf(tmp_path, config, extra)
+  with pytest.raises(ValueError, match="params: norm is int32, not one of"):
+    checkpoints.save_hf(
+      tmp_path, config, {**params, "norm": jnp.ones(48, jnp.int32)}
+    )
+  assert not list(tmp_path.iterdir())
+
+
+def test_old_configuration_is_gone_before_new_weights_come(tmp_path):
+  config, params = checkpoints.load(DATA / "llama")
+  shutil.copy(DATA / "llama" / "config.json", tmp_path)
+  (tmp_path / "tokenizer.json").write_text("{}")
+  # Its own tokenizer files may be named, too.
+  checkpoints.save_hf(tmp_path, config, params, tokenizer_from=tmp_path)
+  assert (tmp_path / "tokenizer.json").read_text() == "{}"
+  again, _ = checkpoints.load(tmp_path)
+  assert again == config
 
 
 def test_tokenizer_files_come_along(tmp_path):

@@ -292,3 +292,48 @@ def test_later_tokens_do_not_change_earlier_logits(params):
   one, two = (np.asarray(forward(params, input_ids=x)) for x in (ids, changed))
   np.testing.assert_array_equal(one[0, :9], two[0, :9])
   assert np.abs(one[0, 9:] - two[0, 9:]).max(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize(
+  ("arguments", "match"),
+  [
+    ({"input_ids": np.zeros(3, np.int32)}, r"input_ids has shape \(3,\)"),
+    ({"input_ids": np.zeros((0, 3), np.int32)}, r"input_ids has shape \(0, 3"),
+    ({"segment_ids": np.ones((2, 1), np.int32)}, r"segment_ids has shape"),
+    ({"positions": np.ones((1, 4), np.int32)}, r"positions has shape"),
+    (
+      {"replay_experts": np.zeros((1, 4, 2, 2), np.int32)},
+      r"replay_experts has shape \(1, 4, 2, 2\), not \(2, 4, 2, 2\)",
+    ),
+  ],
+)
+def test_shapes_that_do_not_fit_are_named(arguments, match):
+  config = ModelConfig(vocab_size=8, width=8, head_dim=4)
+  params = sharding.shapes(specs(config))
+  arguments = {"input_ids": np.zeros((2, 4), np.int32)} | arguments
+  arguments = {name: jnp.array(a) for name, a in arguments.items()}
+  for function in (_forward, _token_logprobs):
+    with pytest.raises(ValueError, match=match):
+      jax.eval_shape(lambda p, f=function: f(p, config, **arguments), params)
+
+
+def test_layers_of_another_configuration_are_named():
+  config = ModelConfig(vocab_size=8, width=8, head_dim=4, layers=3)
+  params = sharding.shapes(specs(config))
+  config.layers = 2
+  with pytest.raises(ValueError, match=r"params has layers .*'002'"):
+    jax.eval_shape(
+      lambda p: _forward(p, config, jnp.zeros((1, 2), jnp.int32)), params
+    )
+
+
+def test_temperature_must_be_positive():
+  config = ModelConfig(vocab_size=8, width=8, head_dim=4)
+  params = sharding.shapes(specs(config))
+  with pytest.raises(ValueError, match=r"temperature is 0\.0, not > 0"):
+    jax.eval_shape(
+      lambda p: _token_logprobs(
+        p, config, jnp.zeros((1, 2), jnp.int32), temperature=0.0
+      ),
+      params,
+    )
