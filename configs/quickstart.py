@@ -2,7 +2,7 @@
 
 Command:   make quickstart
 Hardware:  2 CPU cores, 2 GiB of memory
-Duration:  6.5 minutes; twice that if other work shares the cores
+Duration:  8 minutes; twice that if other work shares the cores
 Expect:    held-out reward from about 0.0 to about 1.2
 """
 
