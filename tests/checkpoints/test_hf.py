@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from arl_jax import checkpoints, sharding
 from arl_jax.checkpoints import hf_config
-from arl_jax.model import ModelConfig, init, specs
+from arl_jax.model import ModelConfig, add_mtp, init, specs
 
 DATA = pathlib.Path(__file__).parents[1] / "testdata" / "models"
 FAMILIES = sorted(folder.name for folder in DATA.iterdir())
@@ -50,6 +50,20 @@ def _change_tensors(folder, change):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_loaded_again_is_the_same(family, tmp_path):
   config, params = checkpoints.load(DATA / family, dtype=np.float32)
+  checkpoints.save_hf(tmp_path / "out", config, params)
+  again, loaded = checkpoints.load(tmp_path / "out")
+  assert again == config
+  _equal(loaded, params)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "kimi_k2"])
+def test_fresh_mtp_module_is_saved_and_loaded_again(family, tmp_path):
+  config, params = checkpoints.load(DATA / family)
+  assert not config.mtp_heads
+  config, params = add_mtp(config, params, jax.random.key(0))
+  assert params["mtp"]["project"].dtype == params["embed"].dtype
+  with pytest.raises(ValueError, match="mtp_heads is 1 already"):
+    add_mtp(config, params, jax.random.key(0))
   checkpoints.save_hf(tmp_path / "out", config, params)
   again, loaded = checkpoints.load(tmp_path / "out")
   assert again == config
@@ -117,6 +131,25 @@ def test_older_and_newer_forms_of_a_configuration_agree():
   rope["type"] = rope.pop("rope_type")
   older |= {"rope_theta": theta, "rope_scaling": rope}
   assert hf_config.from_hf(older) == hf_config.from_hf(values)
+
+
+def test_language_model_of_a_multimodal_checkpoint_is_read(tmp_path):
+  # As Kimi K2.5 has it: a nested configuration, a prefix, a vision tower.
+  folder = _copy(tmp_path, "kimi_k2")
+  inner = json.loads((folder / "config.json").read_text())
+  outer = {"model_type": "kimi_k25", "text_config": inner}
+  (folder / "config.json").write_text(json.dumps(outer))
+
+  def nest(tensors):
+    for name in list(tensors):
+      tensors[f"language_model.{name}"] = tensors.pop(name)
+    tensors["vision_tower.patch.weight"] = np.ones((2, 2), np.float32)
+
+  _change_tensors(folder, nest)
+  config, params = checkpoints.load(folder)
+  alone, want = checkpoints.load(DATA / "kimi_k2")
+  assert config == alone
+  _equal(params, want)
 
 
 def test_missing_tensor_is_named(tmp_path):

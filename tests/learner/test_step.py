@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,7 @@ import optax
 import pytest
 
 from arl_jax import sharding
+from arl_jax.learner import step
 from arl_jax.learner.packing import pack
 from arl_jax.learner.state import OptimizerConfig, optimizer, with_optimizer
 from arl_jax.learner.step import StepConfig, make_train_step
@@ -311,3 +314,38 @@ def test_loss_of_a_tiny_sft_problem_falls(trained, params):
 def test_impossible_optimizer_is_refused_by_name(change, match):
   with pytest.raises(ValueError, match=match):
     OptimizerConfig(**change).validate("x")
+
+
+def test_selection_bias_is_not_rounded_for_computing():
+  # 1/3 has no exact form in bfloat16.
+  params = {"q": jnp.full(2, 1 / 3), "choice_bias": jnp.full(2, 1 / 3)}
+  computed = step._as_computed(params, "bfloat16")
+  assert computed["q"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(computed["choice_bias"], params["choice_bias"])
+
+
+def test_bfloat16_compute_moves_float32_weights_much_the_same(
+  params, reference
+):
+  config = dataclasses.replace(_STEP, compute_dtype="bfloat16")
+  train_step = make_train_step(CONFIG, _SGD, cispo, config)
+  state, metrics = train_step(_state(params), _pack())
+  want, want_metrics = reference
+  assert {x.dtype for x in jax.tree.leaves(state.params)} == {
+    jnp.dtype("float32")
+  }
+  moved, wanted = (
+    np.concatenate(
+      [
+        np.ravel(np.subtract(a, b))
+        for a, b in zip(
+          jax.tree.leaves(s.params), jax.tree.leaves(params), strict=True
+        )
+      ]
+    )
+    for s in (state, want)
+  )
+  # bfloat16 has 8 bits; a few products deep, directions agree closely.
+  cosine = moved @ wanted / np.linalg.norm(moved) / np.linalg.norm(wanted)
+  assert cosine > 0.98
+  assert metrics["entropy"] == pytest.approx(want_metrics["entropy"], rel=0.05)
