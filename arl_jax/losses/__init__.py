@@ -1,41 +1,51 @@
-"""Policy losses and advantages: pure functions of arrays."""
-
-import importlib
+"""Losses and advantages: pure functions of arrays."""
 
 from arl_jax.losses.advantages import group_advantages, has_signal
-from arl_jax.losses.policy import cispo, grpo, policy_gradient, reduce
-from arl_jax.types import LossFn
+from arl_jax.losses.kl import kl_estimates, penalised
+from arl_jax.losses.named import accepted, by_name, is_supervised
+from arl_jax.losses.policy import (
+  cispo,
+  grpo,
+  gspo,
+  kimi_k2_5,
+  policy_gradient,
+  sft,
+)
+from arl_jax.losses.ratio import (
+  icepop_weight,
+  sequence_weight,
+  truncated_importance,
+)
+from arl_jax.losses.reduction import reduce
+from arl_jax.losses.regularizers import (
+  balanced_bias,
+  distillation,
+  entropy_bonus,
+  router_balance,
+  router_z,
+)
 
 __all__ = [
+  "accepted",
+  "balanced_bias",
   "by_name",
   "cispo",
+  "distillation",
+  "entropy_bonus",
   "group_advantages",
   "grpo",
+  "gspo",
   "has_signal",
+  "icepop_weight",
+  "is_supervised",
+  "kimi_k2_5",
+  "kl_estimates",
+  "penalised",
   "policy_gradient",
   "reduce",
+  "router_balance",
+  "router_z",
+  "sequence_weight",
+  "sft",
+  "truncated_importance",
 ]
-
-_OWN: dict[str, LossFn] = {
-  "cispo": cispo,
-  "grpo": grpo,
-  "policy_gradient": policy_gradient,
-}
-
-
-def by_name(name: str) -> LossFn:
-  """A loss of this package, or a user's own as "package.module:function".
-
-  Raises:
-    ValueError: there is no such loss.
-  """
-  if name in _OWN:
-    return _OWN[name]
-  module, _, function = name.partition(":")
-  try:
-    return getattr(importlib.import_module(module), function)
-  except (ImportError, AttributeError, ValueError) as error:
-    raise ValueError(
-      f"loss {name!r} is neither one of {sorted(_OWN)} nor"
-      f" package.module:function ({error})"
-    ) from error

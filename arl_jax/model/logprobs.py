@@ -77,8 +77,12 @@ def from_hidden(
   *,
   temperature: float | jax.Array = 1.0,
   wanted: jax.Array | None = None,
+  entropy_gradient: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
   """As `token_logprobs`, of trunk outputs [B, T, D].
+
+  Without `entropy_gradient` the entropy is a constant: half of the work over
+  the vocabulary that isn't a matrix product is its gradient.
 
   Logits exist for `_LOGIT_CHUNK` positions at a time and are recomputed in the
   backward pass, so that no [B, T, V] array is ever held. Wanted positions are
@@ -97,6 +101,8 @@ def from_hidden(
     logits = transformer.logits(head, h) / temperature
     log_z = jax.nn.logsumexp(logits, axis=-1)
     logp = jnp.take_along_axis(logits, ids[..., None], -1)[..., 0] - log_z
+    if not entropy_gradient:
+      logits, log_z = jax.lax.stop_gradient((logits, log_z))
     p = jnp.exp(logits - log_z[..., None])
     return logp, log_z - (p * logits).sum(-1)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from arl_jax import sharding
+from arl_jax.losses import regularizers
 from arl_jax.model import attention, transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.model.logprobs import map_positions
@@ -123,7 +124,7 @@ def distillation(
     del real
     drafted = transformer.logits(head, draft)
     target = transformer.logits(head, hidden)
-    loss = -(jax.nn.softmax(target) * jax.nn.log_softmax(drafted)).sum(-1)
+    loss = regularizers.distillation(drafted, target)
     agree = target.argmax(-1) == drafted.argmax(-1)
     return loss, agree.astype(jnp.float32)
 

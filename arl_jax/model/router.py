@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from arl_jax.model.config import ModelConfig
-from arl_jax.model.rope import segment_positions
 from arl_jax.sharding import Spec
 
 # A replayed expert must be at least this probable, relative to the last one
@@ -95,36 +94,3 @@ def _plausible(probabilities, own, replay, experts):
   last = jnp.take_along_axis(probabilities, own[..., -1:], -1)
   recorded = jax.nn.one_hot(replay, experts, dtype=jnp.bool_).any(-2)
   return recorded & (probabilities >= PLAUSIBLE * last)
-
-
-def balance(
-  probabilities: jax.Array, experts: jax.Array, segment_ids: jax.Array
-) -> jax.Array:
-  """Load-balance loss of each token's sequence, [B, T]; 0 on padding.
-
-  Σ_e f_e P_e of a segment: f is the share of its choices that fell on expert
-  e, scaled to 1 when even, P the mean of the normalised probabilities. 1 at
-  perfect balance (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
-
-  Args:
-    probabilities: [B, T, E].
-    experts: [B, T, K].
-    segment_ids: [B, T], 0 = padding.
-  """
-  t, e = probabilities.shape[1:]
-  share = probabilities / probabilities.sum(-1, keepdims=True)
-  chosen = jax.nn.one_hot(experts, e, dtype=jnp.float32).sum(-2)
-  chosen *= e / experts.shape[-1]
-
-  # A segment is known by the index of its first token.
-  first = jnp.arange(t) - segment_positions(segment_ids)
-
-  def row(share, chosen, first):
-    sums = jax.ops.segment_sum(
-      jnp.concatenate([share, chosen, jnp.ones((t, 1))], -1), first, t
-    )
-    count = jnp.maximum(sums[:, -1], 1.0)
-    loss = (sums[:, :e] * sums[:, e : 2 * e]).sum(-1) / count**2
-    return loss[first]
-
-  return jnp.where(segment_ids > 0, jax.vmap(row)(share, chosen, first), 0.0)

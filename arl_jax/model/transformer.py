@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from arl_jax import sharding
-from arl_jax.model import attention, latent, moe, router
+from arl_jax.losses import regularizers
+from arl_jax.model import attention, latent, moe
 from arl_jax.model.config import Layer, ModelConfig, Stack
 from arl_jax.model.rope import segment_positions
 from arl_jax.sharding import Spec, constrain
@@ -139,10 +140,10 @@ def block(
   if layer.moe:
     record = {
       "experts": routed["experts"],
-      "balance": router.balance(
+      "balance": regularizers.router_balance(
         routed["probabilities"], routed["experts"], segment_ids
       ),
-      "z": jax.nn.logsumexp(routed["logits"], -1) ** 2,
+      "z": regularizers.router_z(routed["logits"]),
     }
   return constrain(x + y.astype(x.dtype), "batch", "sequence", None), record
 
@@ -290,9 +291,8 @@ def forward(
   Returns:
     Logits in float32; with `return_aux` a pair with the record: "experts"
     [B, T, MoE layers, K] int32, "balance" (load-balance loss of the token's
-    segment, see `router.balance`) and "z" (squared log-partition of the
-    router, ST-MoE, arXiv 2202.08906), both [B, T, MoE layers]. Models without
-    experts have an empty one.
+    segment, see `losses.router_balance`) and "z" (`losses.router_z`), both
+    [B, T, MoE layers]. Models without experts have an empty one.
   """
   positions, segment_ids = row_defaults(
     params, config, input_ids, positions, segment_ids, replay_experts
