@@ -5,8 +5,6 @@ by one rules table; two dimensions of a parameter that ask for the same mesh
 axis are an error, not a silent replication.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses
@@ -36,6 +34,51 @@ RULES: Mapping[str, tuple[str, ...]] = {
   "mlp": ("tensor",),
   "experts": ("expert",),
 }
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class MeshConfig:
+  """Sizes of the mesh axes; at most one is -1, which takes what is left.
+
+  Attributes:
+    data: replicas of everything.
+    fsdp: parts of the parameters, gathered where they are used.
+    expert: parts of the experts; tokens travel between them.
+    tensor: parts of heads, hidden units and vocabulary.
+  """
+
+  data: int = 1
+  fsdp: int = -1
+  expert: int = 1
+  tensor: int = 1
+
+  def sizes(self, devices: int) -> dict[str, int]:
+    """Size of each axis on so many devices. Raises ValueError if none fits."""
+    sizes = dataclasses.asdict(self)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
+    if wrong or len(free) > 1:
+      raise ValueError(
+        f"mesh {sizes}: sizes are >= 1, and at most one is -1 for the rest"
+      )
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if devices % fixed or (not free and devices != fixed):
+      raise ValueError(f"mesh {sizes} does not fit {devices} devices")
+    for axis in free:
+      sizes[axis] = devices // fixed
+    return sizes
+
+  def make(self) -> Mesh:
+    """The mesh on all devices, or on as many as the sizes name."""
+    devices = jax.devices()
+    sizes = dataclasses.asdict(self)
+    if -1 not in sizes.values():
+      devices = devices[: math.prod(sizes.values())]
+    return make_mesh(devices, **self.sizes(len(devices)))
+
+  def shards(self, devices: int) -> int:
+    """Parts of the mesh that hold rows of their own."""
+    return devices // self.sizes(devices)["tensor"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

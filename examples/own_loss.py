@@ -1,4 +1,4 @@
-"""A loss of one's own: --config.rl.loss=examples.own_loss:tight_cispo."""
+"""A loss of one's own: --config.learner.loss=examples.own_loss:tight_cispo."""
 
 from arl_jax.losses import cispo
 

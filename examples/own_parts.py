@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
   config = Config(smoke=True, run_dir=_RUN_DIR.value)
-  config.rl.loss = "examples.own_loss:tight_cispo"
+  config.learner.loss = "examples.own_loss:tight_cispo"
   config.resolve()
   problem = BriefSearch(config)
   with (

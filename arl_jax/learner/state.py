@@ -1,6 +1,7 @@
 """What a training run carries from step to step."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ class TrainState(struct.PyTreeNode):
     step: [] int32, updates tried in the current phase.
     version: [] int32, policy version: publications so far.
     skipped: [] int32, updates refused because a gradient wasn't finite.
+    rng: [2] uint32, data of the key of the learner's own random choices (the
+      order of rows); a new one with each update tried.
   """
 
   params: Leaf
@@ -33,6 +36,7 @@ class TrainState(struct.PyTreeNode):
   step: Leaf
   version: Leaf
   skipped: Leaf
+  rng: Leaf
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -55,6 +59,10 @@ class OptimizerConfig:
     weight_decay: decoupled.
     moment_dtype: what the optimizer's moments are kept in, "float32" or
       "bfloat16"; updates are computed in float32.
+    frozen: regular expression; parameters whose path ("layers/000/moe/router")
+      it is found in are not trained and have no moments. Selection biases of
+      routers never are, as they have no gradient; those that it is found in
+      stay as they are whatever `StepConfig.bias_rate` is.
   """
 
   name: str = "adamw"
@@ -67,6 +75,7 @@ class OptimizerConfig:
   b2: float = 0.95
   weight_decay: float = 0.0
   moment_dtype: str = "float32"
+  frozen: str = ""
 
   def validate(self, where: str) -> None:
     """Raises ValueError naming the field below `where` that can't be."""
@@ -77,6 +86,12 @@ class OptimizerConfig:
         f"{where}.moment_dtype is {self.moment_dtype!r}, not 'float32' or"
         " 'bfloat16'"
       )
+    try:
+      re.compile(self.frozen)
+    except re.error as error:
+      raise ValueError(
+        f"{where}.frozen {self.frozen!r} is no regular expression: {error}"
+      ) from error
     for name in ("learning_rate", "muon_learning_rate"):
       if not 0 < getattr(self, name) < float("inf"):
         raise ValueError(f"{where}.{name} is {getattr(self, name)}, not > 0")
@@ -113,7 +128,6 @@ def _float32_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     b1=config.b1,
     b2=config.b2,
     weight_decay=config.weight_decay,
-    mask=_decayed,
   )
   if config.name == "adamw":
     return adamw
@@ -122,13 +136,6 @@ def _float32_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     weight_decay=config.weight_decay,
   )
   return optax.partition({"muon": muon, "adamw": adamw}, _muon_labels)
-
-
-def _decayed(params: Any) -> Any:
-  """A selection bias is no weight: it has no gradient to hold it up."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key != "choice_bias", params
-  )
 
 
 def _muon_labels(params: Any) -> Any:
@@ -156,23 +163,63 @@ def _schedule(config: OptimizerConfig, peak: float) -> optax.Schedule:
   return optax.join_schedules([up, down], [warmup])
 
 
-def create(
-  model: ModelConfig, tx: optax.GradientTransformation, key: jax.Array
-) -> TrainState:
-  """A state with fresh parameters."""
-  return with_optimizer(transformer.init(model, key), tx)
+def is_frozen(name: str, frozen: str) -> bool:
+  """Whether `OptimizerConfig.frozen` is found in the path of a parameter."""
+  return bool(frozen and re.search(frozen, name))
+
+
+def split(params: Any, frozen: str = "") -> tuple[Any, Any]:
+  """Parameters that are trained and those that aren't.
+
+  Returns:
+    Two trees as `params`, each with None in the other's places.
+  """
+
+  def trained(path: Any) -> bool:
+    name = "/".join(str(key.key) for key in path)
+    return path[-1].key != "choice_bias" and not is_frozen(name, frozen)
+
+  def pick(wanted: bool) -> Any:
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: x if trained(path) == wanted else None, params
+    )
+
+  return pick(True), pick(False)
+
+
+def merge(trained: Any, frozen: Any) -> Any:
+  """Inverse of `split`."""
+  return jax.tree.map(
+    lambda a, b: b if a is None else a,
+    trained,
+    frozen,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def with_optimizer(
-  params: Any, tx: optax.GradientTransformation, version: int = 0
+  params: Any,
+  tx: optax.GradientTransformation,
+  *,
+  frozen: str = "",
+  seed: int = 0,
+  version: int = 0,
 ) -> TrainState:
-  """A state that goes on from `params` with a fresh optimizer."""
+  """A state that goes on from `params` with a fresh optimizer.
+
+  Raises:
+    ValueError: `frozen` leaves nothing to train.
+  """
+  trained, _ = split(params, frozen)
+  if not jax.tree.leaves(trained):
+    raise ValueError(f"optimizer.frozen {frozen!r} leaves nothing to train")
   return TrainState(
     params=params,
-    opt_state=jax.jit(tx.init)(params),
+    opt_state=jax.jit(tx.init)(trained),
     step=jnp.zeros((), jnp.int32),
     version=jnp.asarray(version, jnp.int32),
     skipped=jnp.zeros((), jnp.int32),
+    rng=jax.random.key_data(jax.random.key(seed)),
   )
 
 
@@ -181,6 +228,8 @@ def abstract(
   tx: optax.GradientTransformation,
   mesh: Mesh,
   rules: Mapping[str, tuple[str, ...]] = sharding.RULES,
+  *,
+  frozen: str = "",
 ) -> TrainState:
   """Shapes and shardings of a state on a mesh; moments lie with their weights.
 
@@ -203,7 +252,7 @@ def abstract(
     )
 
   opt_state = jax.tree_util.tree_map_with_path(
-    place, jax.eval_shape(tx.init, params)
+    place, jax.eval_shape(tx.init, split(params, frozen)[0])
   )
   number = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
   return TrainState(
@@ -212,6 +261,7 @@ def abstract(
     step=number,
     version=number,
     skipped=number,
+    rng=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
   )
 
 
