@@ -6,7 +6,8 @@ Hardware:  compiled for v5p:4x4x4, on any machine
 Expect:    "fits" for train, prefill and decode, at 32k tokens a sequence
 """
 
-from arl_jax.runtime.pod_config import MeshConfig, PodConfig
+from arl_jax.runtime.pod_config import PodConfig
+from arl_jax.sharding import MeshConfig
 from configs.gpt_oss_20b import model
 
 

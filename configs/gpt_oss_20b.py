@@ -9,7 +9,8 @@ Expect:    "fits" for train, prefill and decode, at 32k tokens a sequence
 import math
 
 from arl_jax.model.config import ModelConfig, RopeConfig
-from arl_jax.runtime.pod_config import MeshConfig, PodConfig
+from arl_jax.runtime.pod_config import PodConfig
+from arl_jax.sharding import MeshConfig
 
 
 def model(layers: int, experts: int) -> ModelConfig:

@@ -7,7 +7,8 @@ Expect:    "fits" for train, prefill and decode, at 32k tokens a sequence
 """
 
 from arl_jax.model.config import ModelConfig, RopeConfig
-from arl_jax.runtime.pod_config import MeshConfig, PodConfig
+from arl_jax.runtime.pod_config import PodConfig
+from arl_jax.sharding import MeshConfig
 
 
 def model() -> ModelConfig:

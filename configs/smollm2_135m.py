@@ -6,10 +6,10 @@ Duration:  3 minutes
 Expect:    140 tokens a second, 0.78 of the peak of XLA's matrix product
 """
 
-from arl_jax.learner.state import OptimizerConfig
-from arl_jax.learner.step import StepConfig
+from arl_jax.learner import OptimizerConfig, StepConfig
 from arl_jax.model.config import ModelConfig, RopeConfig
-from arl_jax.runtime.pod_config import MeshConfig, PodConfig
+from arl_jax.runtime.pod_config import PodConfig
+from arl_jax.sharding import MeshConfig
 
 
 def model() -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Callable
 
@@ -28,6 +29,21 @@ def run(
     functools.partial(_guarded, main),
     flags_parser=functools.partial(_parse_flags, config, default),
   )
+
+
+def stop_on_signals() -> Callable[[], bool]:
+  """The first Ctrl-C or SIGTERM asks the run to stop; a second one ends it."""
+  asked: list[int] = []
+
+  def ask(number: int, _: object) -> None:
+    if asked:
+      raise KeyboardInterrupt
+    asked.append(number)
+    print("\nstopping after this step; again to stop at once", file=sys.stderr)
+
+  signal.signal(signal.SIGINT, ask)
+  signal.signal(signal.SIGTERM, ask)
+  return lambda: bool(asked)
 
 
 def _parse_flags(config: object, default: str, argv: list[str]) -> list[str]:

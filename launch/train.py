@@ -1,15 +1,18 @@
 """Trains an agent: warm start, evaluation, RL, evaluation, report.
 
-python -m launch.train --config=configs/quickstart.py --config.rl.steps=20
+  python -m launch.train --config=configs/quickstart.py --config.rl.steps=20
+
+or a policy on files of conversations or recorded groups:
+
+  python -m launch.train --config=configs/sft_tiny.py
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import sys
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -19,6 +22,8 @@ from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.config import Config
+from arl_jax.runtime.offline import Data, OfflineTrainer
+from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.runtime.problem import SearchProblem
 from launch import command
 
@@ -28,58 +33,80 @@ _RESUME = flags.DEFINE_bool("resume", False, "Go on from the last checkpoint.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Empty the run directory.")
 
 # Fields that may differ when a run goes on.
-_MUTABLE = ("rl.steps", "checkpoint_every", "keep_checkpoints")
+_MUTABLE = (
+  *("rl.steps", "steps", "checkpoint_every", "export"),
+  *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
+)
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
   config = _CONFIG.value
+  if not isinstance(config, Config | OfflineConfig):
+    raise ValueError(
+      f"--config gives a {type(config).__name__}, not a Config or an"
+      " OfflineConfig; launch.compile takes those of pods"
+    )
   config.resolve()
-  resolved = dataclasses.asdict(config)
   if _DRY_RUN.value:
-    print(json.dumps(resolved, indent=2))
+    print(json.dumps(dataclasses.asdict(config), indent=2))
     return
   if _RESUME.value and _OVERWRITE.value:
     raise ValueError("--resume and --overwrite exclude each other")
+  should_stop = command.stop_on_signals()
+  with Progress() as progress:
+    if isinstance(config, OfflineConfig):
+      print(_train_offline(config, progress, should_stop))
+    else:
+      print(_train(config, progress, should_stop))
+
+
+def _open(config: Any, data: dict[str, str]) -> RunDirectory:
+  resolved = dataclasses.asdict(config)
   # A run may be moved: where it lies is not part of what it is.
   del resolved["run_dir"]
   mode: Mode = "new"
   if _RESUME.value or _OVERWRITE.value:
     mode = "resume" if _RESUME.value else "overwrite"
-  should_stop = _stop_on_signals()
-  with Progress() as progress:
-    progress.phase("corpus and tasks", 1)
-    # Before the folder is touched: a corpus that can't be used costs nothing.
-    problem = SearchProblem(config)
-    progress.update(1, chunks=len(problem.corpus.chunks))
-    with RunDirectory.open(
-      config.run_dir,
-      config=resolved,
-      data=problem.digests(),
-      mode=mode,
-      mutable_on_resume=_MUTABLE,
-    ) as run:
-      summary = run_experiment(
-        config, problem, run, progress, should_stop=should_stop
-      )
-  print(suites.table(summary))
-  print(f"report: {config.run_dir}/report.html")
+  return RunDirectory.open(
+    config.run_dir,
+    config=resolved,
+    data=data,
+    mode=mode,
+    mutable_on_resume=_MUTABLE,
+  )
 
 
-def _stop_on_signals() -> Callable[[], bool]:
-  """The first Ctrl-C or SIGTERM asks the run to stop; a second one ends it."""
-  asked: list[int] = []
+def _train(
+  config: Config, progress: Progress, should_stop: Callable[[], bool]
+) -> str:
+  progress.phase("corpus and tasks", 1)
+  # Before the folder is touched: a corpus that can't be used costs nothing.
+  problem = SearchProblem(config)
+  progress.update(1, chunks=len(problem.corpus.chunks))
+  with _open(config, problem.digests()) as run:
+    summary = run_experiment(
+      config, problem, run, progress, should_stop=should_stop
+    )
+  return f"{suites.table(summary)}\nreport: {config.run_dir}/report.html"
 
-  def ask(number: int, _: object) -> None:
-    if asked:
-      raise KeyboardInterrupt
-    asked.append(number)
-    print("\nstopping after this step; again to stop at once", file=sys.stderr)
 
-  signal.signal(signal.SIGINT, ask)
-  signal.signal(signal.SIGTERM, ask)
-  return lambda: bool(asked)
+def _train_offline(
+  config: OfflineConfig, progress: Progress, should_stop: Callable[[], bool]
+) -> str:
+  data = Data(config)
+  with _open(config, data.digests) as run:
+    trainer = OfflineTrainer(
+      config, data, run, progress, should_stop=should_stop
+    )
+    try:
+      values = trainer.train()
+    finally:
+      trainer.close()
+    run.write_json("summary.json", values)
+  shown = (f"  {name} {value:.4g}" for name, value in sorted(values.items()))
+  return "\n".join(["last update:", *shown, f"run: {config.run_dir}"])
 
 
 def run() -> None:

@@ -6,8 +6,7 @@ import difflib
 from arl_jax import losses
 from arl_jax.agents.harness import AgentConfig
 from arl_jax.agents.scripted import ScriptConfig
-from arl_jax.learner.state import OptimizerConfig
-from arl_jax.learner.step import StepConfig
+from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout.engine import EngineConfig
@@ -103,12 +102,13 @@ class RLConfig:
     steps: each samples groups with the newest weights and publishes new ones.
     tasks_per_step: groups.
     group_size: rollouts of a task, at least 2.
-    substeps: updates on each step's rollouts; the behaviour log-prob stays the
-      one recorded at sampling, so that later substeps are off-policy by ρ.
-    loss: "cispo", "grpo", "policy_gradient", or your own as
-      "package.module:function".
+    substeps: updates that a step's groups are split into, each group in one;
+      the behaviour log-prob stays the one recorded at sampling, so that later
+      substeps are off-policy by ρ (see `Learner`).
     baseline: of the group, "mean" or "leave_one_out".
     normalise_std: also divide advantages by the group's standard deviation.
+    record_groups: writes each step's groups to `groups/<step>.jsonl` in the run
+      directory, to be trained on again (see `OfflineConfig`).
     optimizer: of this phase.
   """
 
@@ -116,30 +116,12 @@ class RLConfig:
   tasks_per_step: int = 8
   group_size: int = 8
   substeps: int = 1
-  loss: str = "cispo"
   baseline: str = "mean"
   normalise_std: bool = False
+  record_groups: bool = False
   optimizer: OptimizerConfig = _make(
     OptimizerConfig, learning_rate=1e-3, warmup_steps=5
   )
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class LearnerConfig:
-  """Shapes of an update.
-
-  Attributes:
-    row_length: tokens a row holds; segments are packed into rows.
-    microbatch_tokens: tokens computed at once, in whole rows.
-    microbatches: smallest number of them that a step is compiled for; it
-      doubles as needed.
-    step: loss terms beside the policy's.
-  """
-
-  row_length: int = 320
-  microbatch_tokens: int = 2240
-  microbatches: int = 8
-  step: StepConfig = _make(StepConfig)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -153,6 +135,9 @@ class Config:
     checkpoint_every: updates between checkpoints, besides those at the end of
       each phase and on interruption.
     keep_checkpoints: newest ones kept.
+    keep_best_checkpoints: kept beside them, by the mean reward of the rollouts
+      since the commit before.
+    checkpoint_quota: bytes that all checkpoints may take; 0 sets no bound.
     evaluation_seed: of held-out rollouts, the same before and after.
     report_episodes: whole trajectories that the report shows, before and
       after each.
@@ -163,6 +148,8 @@ class Config:
   smoke: bool = False
   checkpoint_every: int = 50
   keep_checkpoints: int = 3
+  keep_best_checkpoints: int = 0
+  checkpoint_quota: int = 0
   evaluation_seed: int = 1234
   report_episodes: int = 3
   corpus: CorpusConfig = _make(CorpusConfig)
@@ -172,7 +159,9 @@ class Config:
   script: ScriptConfig = _make(ScriptConfig)
   model: ModelConfig = _make(ModelConfig, scaled_embedding=True)
   engine: EngineConfig = _make(EngineConfig)
-  learner: LearnerConfig = _make(LearnerConfig)
+  learner: LearnerConfig = _make(
+    LearnerConfig, step=StepConfig(balance_weight=1e-3)
+  )
   warm_start: WarmStartConfig = _make(WarmStartConfig)
   rl: RLConfig = _make(RLConfig)
 
@@ -194,8 +183,9 @@ class Config:
       )
     if not self.search.beta > 0:
       raise ValueError(f"search.beta is {self.search.beta}, not > 0")
-    self.learner.step.validate("learner.step")
-    losses.by_name(self.rl.loss)
+    self.learner.validate("learner")
+    if losses.is_supervised(losses.by_name(self.learner.loss)):
+      raise ValueError("learner.loss is 'sft'; that is no loss of rollouts")
     for name in _AT_LEAST_ONE:
       value = _field(self, name)
       if value < 1:
@@ -205,7 +195,10 @@ class Config:
         f"rl.group_size is {self.rl.group_size}, not >= 2: a rollout alone has"
         " nothing to be compared with"
       )
-    for name in ("warm_start.opening_steps", "rl.steps", "report_episodes"):
+    for name in (
+      *("warm_start.opening_steps", "rl.steps", "report_episodes"),
+      *("keep_best_checkpoints", "checkpoint_quota"),
+    ):
       if _field(self, name) < 0:
         raise ValueError(f"{name} is {_field(self, name)}, not >= 0")
     if self.warm_start.steps < self.warm_start.opening_steps:
@@ -274,8 +267,6 @@ _AT_LEAST_ONE = (
   "warm_start.batch_tokens",
   "rl.tasks_per_step",
   "rl.substeps",
-  "learner.microbatch_tokens",
-  "learner.microbatches",
 )
 
 

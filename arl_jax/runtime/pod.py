@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from arl_jax import losses, sharding
-from arl_jax.learner import state
-from arl_jax.learner.packing import TokenBatch
-from arl_jax.learner.step import make_train_step
+from arl_jax.learner import TokenBatch, make_train_step, state
 from arl_jax.model import decoding, transformer
 from arl_jax.rollout import engine
-from arl_jax.runtime.pod_config import MeshConfig, PodConfig
+from arl_jax.runtime.pod_config import PodConfig
+from arl_jax.sharding import MeshConfig
 
 
 def make_mesh(config: MeshConfig, devices: list[Any]) -> Mesh:
@@ -54,9 +53,15 @@ def _abstract(shape, dtype, mesh, *axes):
 
 def _train(config: PodConfig, mesh: Mesh):
   """The learner's update, as it runs."""
-  tx = state.optimizer(config.optimizer)
+  tx, frozen = state.optimizer(config.optimizer), config.optimizer.frozen
+  abstract = state.abstract(config.model, tx, mesh, frozen=frozen)
   step = make_train_step(
-    config.model, tx, losses.by_name(config.loss), config.step
+    config.model,
+    tx,
+    losses.by_name(config.loss),
+    config.step,
+    frozen=frozen,
+    shardings=jax.tree.map(lambda x: x.sharding, abstract),
   )
   rows = config.rows_per_shard * config.train_mesh.shards(mesh.size)
   shape = (config.microbatches, rows, config.sequence_length)
@@ -71,9 +76,12 @@ def _train(config: PodConfig, mesh: Mesh):
     behaviour_logp=tokens(jnp.float32),
     advantage=tokens(jnp.float32),
     temperature=tokens(jnp.float32),
+    episode_weight=tokens(jnp.float32),
     microbatches=_abstract((), jnp.int32, mesh),
+    episodes=_abstract((), jnp.int32, mesh),
+    trained_episodes=_abstract((), jnp.int32, mesh),
   )
-  return step, (state.abstract(config.model, tx, mesh), batch)
+  return step, (abstract, batch)
 
 
 def _serving(config: PodConfig, mesh: Mesh):

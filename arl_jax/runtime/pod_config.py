@@ -1,53 +1,15 @@
 """What a model needs to run on a pod, as data."""
 
 import dataclasses
-import math
 
 from arl_jax import losses
-from arl_jax.learner.state import OptimizerConfig
-from arl_jax.learner.step import StepConfig
+from arl_jax.learner import OptimizerConfig, StepConfig
 from arl_jax.model.config import ModelConfig
+from arl_jax.sharding import MeshConfig
 
 
 def _make(cls, **values):
   return dataclasses.field(default_factory=lambda: cls(**values))
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class MeshConfig:
-  """Sizes of the mesh axes; at most one is -1, which takes what is left.
-
-  Attributes:
-    data: replicas of everything.
-    fsdp: parts of the parameters, gathered where they are used.
-    expert: parts of the experts; tokens travel between them.
-    tensor: parts of heads, hidden units and vocabulary.
-  """
-
-  data: int = 1
-  fsdp: int = -1
-  expert: int = 1
-  tensor: int = 1
-
-  def sizes(self, devices: int) -> dict[str, int]:
-    """Size of each axis on so many devices. Raises ValueError if none fits."""
-    sizes = dataclasses.asdict(self)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
-    if wrong or len(free) > 1:
-      raise ValueError(
-        f"mesh {sizes}: sizes are >= 1, and at most one is -1 for the rest"
-      )
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if devices % fixed or (not free and devices != fixed):
-      raise ValueError(f"mesh {sizes} does not fit {devices} devices")
-    for axis in free:
-      sizes[axis] = devices // fixed
-    return sizes
-
-  def shards(self, devices: int) -> int:
-    """Parts of the mesh that hold rows of their own."""
-    return devices // self.sizes(devices)["tensor"]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -62,7 +24,7 @@ class PodConfig:
     rows_per_shard: rows of a microbatch for each part of the mesh that holds
       rows of its own (data × fsdp × expert).
     microbatches: of an update.
-    loss: of the policy, as in `RLConfig`.
+    loss: of the policy, as in `LearnerConfig`.
     step: loss terms and precision.
     optimizer: and the precision of its moments.
     slots: requests that a replica decodes at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +17,21 @@ from arl_jax import losses
 from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.data import sft
-from arl_jax.learner import packing
-from arl_jax.learner.state import TrainState, create, optimizer, with_optimizer
-from arl_jax.learner.step import make_train_step
+from arl_jax.learner import Experience, Learner, of_group
+from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.progress import Progress
-from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.observability.run_directory import (
+  RunDirectory,
+  write_atomically,
+)
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import Problem
-from arl_jax.types import Episode, Group, Segment, Task
+from arl_jax.types import Episode, Group, Segment, Task, to_json
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +79,6 @@ class Trainer:
     *,
     should_stop: Callable[[], bool] = lambda: False,
   ):
-    self._loss = losses.by_name(config.rl.loss)
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
     vocab_size = problem.renderer.tokenizer.vocab_size
@@ -85,18 +87,25 @@ class Trainer:
     )
     self.position = Position()
     self._store = CheckpointStore(
-      run.path / "checkpoints", keep=config.keep_checkpoints
+      run.path / "checkpoints",
+      keep=config.keep_checkpoints,
+      keep_best=config.keep_best_checkpoints,
+      quota_bytes=config.checkpoint_quota or None,
+      identity={"model": dataclasses.asdict(self.model), **problem.digests()},
     )
-    self._transform = optimizer(config.warm_start.optimizer)
-    self.state: TrainState = create(
-      self.model, self._transform, jax.random.key(config.seed)
-    )
-    if run.resumed and self._store.newest is not None:
+    # Rewards of the rollouts since the last commit.
+    self._rewards: list[float] = []
+    self._run_path = run.path
+    resumes = run.resumed and self._store.newest is not None
+    record = self._store.record() if resumes else {"rl": 0}
+    fresh = transformer.init(self.model, jax.random.key(config.seed))
+    self.learner = self._make_learner(fresh, rl=record["rl"] > 0)
+    if resumes:
       self._restore()
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
       self.model,
-      self.state.params,
+      self.learner.state.params,
       config.engine,
       max_length=config.agent.token_budget + 1,
     )
@@ -105,16 +114,34 @@ class Trainer:
     self._metrics.close()
     self._store.close()
 
+  def _make_learner(
+    self, params: Any, *, rl: bool, version: int = 0
+  ) -> Learner:
+    """Of a phase, which has an optimizer of its own that starts afresh."""
+    config = self.config
+    learner = config.learner
+    if not rl:
+      learner = dataclasses.replace(learner, step=learner.step.supervised())
+    return Learner(
+      self.model,
+      params,
+      learner,
+      (config.rl if rl else config.warm_start).optimizer,
+      loss=None if rl else losses.sft,
+      reference=params if rl and learner.step.kl_weight else None,
+      seed=derive_seed(config.seed, "learner", rl),
+      version=version,
+    )
+
   def _restore(self) -> None:
-    record = self._store.record()
+    commit = self._store.restore(self.learner.contents)
+    record = commit.record
     if record["rl"] > self.config.rl.steps:
       raise ValueError(
         f"rl.steps is {self.config.rl.steps}, but the run has done"
         f" {record['rl']} already"
       )
-    if record["rl"]:
-      self._begin_rl()
-    self.state = self._store.restore(self.state)
+    self.learner.take(commit.state)
     self.position = Position(
       warm_start=record["warm_start"],
       rl=record["rl"],
@@ -134,8 +161,11 @@ class Trainer:
       "rl": at.rl,
       "seconds": dict(at.seconds),
       "tokens": dict(at.tokens),
+      "version": self.learner.version,
     }
-    self._store.save(self.position.number, self.state, record)
+    score = float(np.mean(self._rewards)) if self._rewards else None
+    self._store.save(at.number, self.learner.contents, record, score=score)
+    self._rewards.clear()
 
   def _check_stop(self) -> None:
     """Commits and raises `Interrupted` if the run was asked to stop."""
@@ -153,12 +183,6 @@ class Trainer:
     began = time.monotonic()
     demonstrations = self._demonstrate()
     self.position.seconds["demonstrations"] = time.monotonic() - began
-    train_step = make_train_step(
-      self.model,
-      self._transform,
-      losses.policy_gradient,
-      self.config.learner.step,
-    )
     self._progress.phase("warm start", steps, start=self.position.warm_start)
     began = time.monotonic()
     plan = self._warm_start_batches(demonstrations)
@@ -166,8 +190,10 @@ class Trainer:
       if step <= self.position.warm_start:
         continue
       self._check_stop()
+      # Weighed alike, and token by token: whose segments they are is no matter.
       values = self._update(
-        train_step, segments, [1.0] * len(segments), row_length=length
+        [Experience(segments=(s,), advantage=1.0) for s in segments],
+        row_length=length,
       )
       now = time.monotonic()
       self.position.seconds["warm_start"] += now - began
@@ -177,7 +203,7 @@ class Trainer:
       self._progress.update(step, loss=values["loss"])
       if step % self.config.checkpoint_every == 0 and step < steps:
         self.commit()
-    self._publish()
+    self.learner.publish()
     self.commit()
 
   def _warm_start_batches(
@@ -234,31 +260,20 @@ class Trainer:
 
   # Reinforcement learning.
 
-  def _begin_rl(self) -> None:
-    """The phase has an optimizer of its own, which starts afresh."""
-    self._transform = optimizer(self.config.rl.optimizer)
-    self.state = with_optimizer(
-      self.state.params, self._transform, int(self.state.version)
-    )
-
   def reinforce(self) -> None:
     """On-policy steps: rollouts, groups, updates, publication."""
     config = self.config.rl
     if self.position.rl >= config.steps:
       return
     if self.position.rl == 0:
-      self._begin_rl()
-    train_step = make_train_step(
-      self.model,
-      self._transform,
-      self._loss,
-      self.config.learner.step,
-    )
+      self.learner = self._make_learner(
+        self.learner.state.params, rl=True, version=self.learner.version
+      )
     self._progress.phase("rl", config.steps, start=self.position.rl)
     for step in range(self.position.rl + 1, config.steps + 1):
       self._check_stop()
       began = time.monotonic()
-      values = self._rl_step(step, train_step)
+      values = self._rl_step(step)
       self.position.seconds["rl"] += time.monotonic() - began
       self.position.rl = step
       self._metrics.write(step, "rl", values)
@@ -269,34 +284,33 @@ class Trainer:
         self.commit()
     self.commit()
 
-  def _rl_step(self, step: int, train_step) -> dict[str, float]:
+  def _rl_step(self, step: int) -> dict[str, float]:
     groups = self._rollout_groups(step)
+    if self.config.rl.record_groups:
+      self._record(step, groups)
     kept = [g for g in groups if losses.has_signal(g.rewards)]
     episodes = [e for g in groups for e in g.episodes]
     values = _rollout_metrics(episodes)
     values["groups_without_signal"] = 1 - len(kept) / max(len(groups), 1)
-    segments: list[Segment] = []
-    advantages: list[float] = []
+    self._rewards += [float(r) for g in groups for r in g.rewards]
+    experiences: list[Experience] = []
     for group in kept:
-      advantage = losses.group_advantages(
-        group.rewards,
+      experiences += of_group(
+        group,
         baseline=self.config.rl.baseline,
         normalise_std=self.config.rl.normalise_std,
       )
-      # Every sampled token of every segment gets its rollout's advantage.
-      for episode, value in zip(group.episodes, advantage, strict=True):
-        segments += episode.segments
-        advantages += [float(value)] * len(episode.segments)
-    if any(s.trained.any() for s in segments):
-      for _ in range(self.config.rl.substeps):
-        values |= self._update(
-          train_step,
-          segments,
-          advantages,
-          row_length=self.config.learner.row_length,
-        )
-      self._publish()
+    updated = self._update(experiences, substeps=self.config.rl.substeps)
+    if updated:
+      self.learner.publish()
+    values |= updated
     return values
+
+  def _record(self, step: int, groups: Sequence[Group]) -> None:
+    folder = self._run_path / "groups"
+    folder.mkdir(exist_ok=True)
+    lines = (json.dumps(to_json(group)) + "\n" for group in groups)
+    write_atomically(folder / f"{step:06d}.jsonl", "".join(lines))
 
   def _rollout_groups(self, step: int) -> list[Group]:
     config, tasks = self.config.rl, self.problem.train
@@ -304,7 +318,7 @@ class Trainer:
       self._task_at((step - 1) * config.tasks_per_step + i)
       for i in range(min(config.tasks_per_step, len(tasks)))
     ]
-    version = int(self.state.version)
+    version = self.learner.version
     jobs = [
       Job(
         task=task,
@@ -357,7 +371,7 @@ class Trainer:
         )
         return episodes, client
 
-    self._engine.update_weights(self.state.params, int(self.state.version))
+    self._engine.update_weights(self.learner.state.params, self.learner.version)
     episodes, client = self._run(run())
     tokens = self.position.tokens
     tokens["rollout_sampled"] += client.sampled_tokens
@@ -401,36 +415,20 @@ class Trainer:
       )
     return whole
 
-  def _publish(self) -> None:
-    """Makes the parameters the next policy version."""
-    self.state = self.state.replace(version=self.state.version + 1)
-
   def _update(
     self,
-    train_step,
-    segments: Sequence[Segment],
-    advantages: Sequence[float],
+    experiences: Sequence[Experience],
     *,
-    row_length: int,
+    substeps: int = 1,
+    row_length: int | None = None,
   ) -> dict[str, float]:
-    began = time.monotonic()
-    batch, packed = packing.pack(
-      segments,
-      advantages,
-      row_length=row_length,
-      microbatch_rows=max(
-        1, self.config.learner.microbatch_tokens // row_length
-      ),
-      microbatches=self.config.learner.microbatches,
+    """Trains on them, and keeps count."""
+    values = self.learner.step(
+      experiences, substeps=substeps, row_length=row_length
     )
-    self.state, metrics = train_step(self.state, batch)
-    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    seconds = time.monotonic() - began
-    self.position.tokens["learner"] += packed.tokens
-    self.position.tokens["learner_seconds"] += seconds
-    values["packing_fill"] = packed.fill
-    values["trained_tokens"] = float(packed.trained_tokens)
-    values["tokens_per_second"] = packed.tokens / seconds
+    if values:
+      self.position.tokens["learner"] += values["tokens"]
+      self.position.tokens["learner_seconds"] += values["seconds"]
     return values
 
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from arl_jax.learner.throughput import OF_THE_MACHINE
 from arl_jax.observability import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -420,11 +421,11 @@ def assert_interrupted(done, run_dir):
 
 
 def measured(run_dir):
-  """Metrics by phase and step, without what a clock has to do with."""
+  """Metrics by phase and step, without what is of the machine."""
   lines = metrics.read(run_dir / "metrics.jsonl")
   return {
     (x["phase"], x["step"]): {
-      k: v for k, v in x.items() if k not in ("time", "tokens_per_second")
+      k: v for k, v in x.items() if k not in ("time", *OF_THE_MACHINE)
     }
     for x in lines
   }

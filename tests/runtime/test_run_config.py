@@ -80,7 +80,7 @@ def test_the_default_resolves_to_itself():
     ("rl.tasks_per_step", 0),
     ("rl.group_size", 1),
     ("rl.substeps", 0),
-    ("rl.loss", "reinforce"),
+    ("learner.loss", "reinforce"),
     ("rl.baseline", "median"),
     ("rl.optimizer.learning_rate", float("nan")),
     ("report_episodes", -1),

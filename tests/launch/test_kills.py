@@ -1,0 +1,281 @@
+"""Killed at random moments, a run ends in the bits it would have ended in.
+
+How often each kind of run is killed: ARL_KILLS, 3 by default.
+"""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from arl_jax.learner.throughput import OF_THE_MACHINE
+from arl_jax.observability import metrics
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[2]
+KILLS = int(os.environ.get("ARL_KILLS", "3"))
+
+# The seeds of rollouts come from (seed, task, rollout index, version).
+LOOP = """
+from arl_jax.runtime.config import Config
+
+def get_config():
+  c = Config(checkpoint_every=2, keep_best_checkpoints=1)
+  c.corpus.path = {corpus!r}
+  c.corpus.vocab_size, c.corpus.chunk_tokens = 800, 24
+  c.tasks.train, c.tasks.heldout, c.tasks.clue_words = 24, 6, 2
+  c.search.handles = 16
+  m = c.model
+  m.layers, m.width, m.head_dim, m.expert_width = 1, 32, 8, 32
+  w = c.warm_start
+  w.steps, w.opening_steps, w.episodes = 40, 10, 64
+  c.rl.steps, c.rl.tasks_per_step, c.rl.group_size = 8, 2, 4
+  c.rl.substeps, c.rl.record_groups = 2, True
+  c.engine.max_concurrent_decodes, c.engine.prefill_rows = 16, 8
+  return c
+"""
+
+OFFLINE = """
+from arl_jax.data.sources import SourceConfig
+from arl_jax.learner import LearnerConfig, OptimizerConfig
+from arl_jax.model.config import ModelConfig
+from arl_jax.runtime.offline_config import OfflineConfig
+
+def get_config():
+  return OfflineConfig(
+    tokenizer={tokenizer!r},
+    model=ModelConfig(
+      vocab_size=1024, layers=1, width=32, head_dim=8, expert_width=32
+    ),
+    sources=({sources}),
+    steps=24,
+    batch_tokens=600,
+    learner=LearnerConfig(
+      loss={loss!r}, row_length=400, microbatch_tokens=800, microbatches=2
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-3),
+    checkpoint_every=3,
+  )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp("kills")
+
+
+def launch(folder, config, run_dir, *flags):
+  """The program, with compiled functions shared by all of this file."""
+  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  environment |= {
+    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  return subprocess.Popen(
+    [
+      *(sys.executable, "-m", "launch.train", f"--config={config}"),
+      *(f"--config.run_dir={run_dir}", *flags),
+    ],
+    cwd=ROOT,
+    env=environment,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def succeed(process):
+  _, err = process.communicate(timeout=400)
+  assert process.returncode == 0, err[-3000:]
+
+
+@pytest.fixture(scope="module")
+def corpus(folder):
+  """Made-up words, each of which occurs four times."""
+  draw = random.Random(0)
+  syllables = [c + v for c in "bdklmnrst" for v in "aeiou"]
+  words = sorted({"".join(draw.sample(syllables, 3)) for _ in range(330)})
+  stream = words * 4
+  draw.shuffle(stream)
+  path = folder / "corpus"
+  path.mkdir()
+  for d in range(20):
+    lines = []
+    for s in range(8):
+      picked = [stream.pop() for _ in range(8)]
+      lines.append(f"{' '.join(picked)} Item_{d}_{s}.")
+    (path / f"d{d}.txt").write_text("\n\n".join(lines))
+  return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+  """A token a byte, and the marks of a chat."""
+  marks = ["<|im_start|>", "<|im_end|>"]
+  keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  rest = [b for b in range(256) if b not in keep]
+  letters = [chr(b) for b in keep] + [chr(256 + i) for i in range(len(rest))]
+  level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+  level["trim_offsets"] = True
+  flags = dict.fromkeys(
+    ("single_word", "lstrip", "rstrip", "normalized"), False
+  )
+  spec = {
+    "version": "1.0",
+    "added_tokens": [
+      {"id": i, "content": mark, "special": True, **dict.fromkeys(flags, False)}
+      for i, mark in enumerate(marks)
+    ],
+    "pre_tokenizer": level,
+    "decoder": level,
+    "model": {
+      "type": "BPE",
+      "vocab": {t: i for i, t in enumerate([*marks, *letters])},
+      "merges": [],
+    },
+  }
+  template = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+  )
+  path = folder / "tokenizer"
+  path.mkdir()
+  (path / "tokenizer.json").write_text(json.dumps(spec))
+  (path / "tokenizer_config.json").write_text(
+    json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+  )
+  return path
+
+
+@pytest.fixture(scope="module")
+def chats(folder):
+  draw = random.Random(1)
+  for name, count in (("a", 30), ("b", 11)):
+    with open(folder / f"{name}.jsonl", "w") as file:
+      for i in range(count):
+        x, y = draw.randrange(100), draw.randrange(100)
+        messages = [
+          {"role": "user", "content": f"{name}{i}: {x} + {y}?"},
+          {"role": "assistant", "content": f"{x + y}"},
+        ]
+        file.write(json.dumps({"messages": messages}) + "\n")
+  return [folder / "a.jsonl", folder / "b.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def loop(folder, corpus):
+  config = folder / "loop.py"
+  config.write_text(LOOP.format(corpus=str(corpus)))
+  run_dir = folder / "loop"
+  succeed(launch(folder, config, run_dir))
+  return config, run_dir
+
+
+@pytest.fixture(scope="module")
+def sft(folder, tokenizer, chats):
+  config = folder / "sft.py"
+  sources = ", ".join(
+    f"SourceConfig(path={str(path)!r}, weight={weight})"
+    for path, weight in zip(chats, (3.0, 1.0), strict=True)
+  )
+  config.write_text(
+    OFFLINE.format(tokenizer=str(tokenizer), sources=sources, loss="sft")
+  )
+  run_dir = folder / "sft"
+  succeed(launch(folder, config, run_dir))
+  return config, run_dir
+
+
+@pytest.fixture(scope="module")
+def replay(folder, loop):
+  """On the groups that the loop recorded."""
+  config = folder / "replay.py"
+  source = f"SourceConfig(kind='groups', path={str(loop[1] / 'groups')!r}),"
+  config.write_text(
+    OFFLINE.format(tokenizer="", sources=source, loss="cispo(ratio_max=4.0)")
+  )
+  run_dir = folder / "replay"
+  succeed(launch(folder, config, run_dir))
+  return config, run_dir
+
+
+def computed(run_dir):
+  """Metrics by phase and step, but for those of the machine."""
+  lines = metrics.read(run_dir / "metrics.jsonl")
+  kept = [(line["phase"], line["step"]) for line in lines]
+  assert len(kept) == len(set(kept))
+  return {
+    at: {k: v for k, v in line.items() if k not in ("time", *OF_THE_MACHINE)}
+    for at, line in zip(kept, lines, strict=True)
+  }
+
+
+def commits(run_dir):
+  """Commits by number, oldest first."""
+  found = (run_dir / "checkpoints").iterdir()
+  return {
+    int(p.name): json.loads((p / "commit.json").read_text())["arl_jax_commit"]
+    for p in sorted(found, key=lambda p: p.name.zfill(9))
+    if p.name.isdigit()
+  }
+
+
+def lines_of(run_dir):
+  path = run_dir / "metrics.jsonl"
+  return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_at_some_moment(process, run_dir, moment, draw):
+  """Once there are so many lines of metrics, a moment later."""
+  deadline = time.monotonic() + 300
+  while lines_of(run_dir) < moment and process.poll() is None:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+  time.sleep(draw.random() * 0.3)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  return process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kind", ["sft", "replay", "loop"])
+def test_killed_at_random_moments_it_ends_in_the_same_bits(
+  kind, folder, request
+):
+  config, whole = request.getfixturevalue(kind)
+  run_dir = folder / f"{kind}_killed"
+  wanted = computed(whole)
+  draw = random.Random(f"{kind} {KILLS}")
+  # Moments may come before those that are reached already: then it is killed
+  # while it starts.
+  moments = sorted(draw.randrange(1, len(wanted)) for _ in range(KILLS))
+  killed = 0
+  for moment in moments:
+    resume = ("--resume",) if (run_dir / "config.json").exists() else ()
+    process = launch(folder, config, run_dir, *resume)
+    killed += kill_at_some_moment(process, run_dir, moment, draw)
+  assert killed
+  succeed(launch(folder, config, run_dir, "--resume"))
+  found = computed(run_dir)
+  differing = {
+    (at, name): (wanted[at].get(name), found.get(at, {}).get(name))
+    for at in wanted
+    for name in wanted[at]
+    if wanted[at][name] != found.get(at, {}).get(name)
+  }
+  assert not differing, dict(list(differing.items())[:5])
+  assert found.keys() == wanted.keys()
+  (a, b) = commits(whole), commits(run_dir)
+  number = max(a)
+  assert max(b) == number
+  assert a[number]["leaves"] == b[number]["leaves"]
+  # Each restore opened a lineage of its own.
+  assert len(a[number]["lineage"]) == 1
+  assert len(b[number]["lineage"]) > 1
