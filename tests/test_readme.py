@@ -54,3 +54,12 @@ def test_own_parts_run(tmp_path):
   done = _run(command, f"--run_dir={tmp_path / 'run'}")
   assert done.returncode == 0, done.stderr
   assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_configurations_shown_are_accepted():
+  shown = set(re.findall(r"--config=(configs/\w+\.py)", _README))
+  assert {"configs/sft_tiny.py", "configs/replay_tiny.py"} <= shown
+  for config in sorted(shown):
+    if "gpt_oss" not in config:
+      done = _run("launch.train", f"--config={config}", "--dry_run")
+      assert done.returncode == 0, done.stderr
