@@ -127,6 +127,13 @@ class Learner:
       raise ValueError(
         "learner.step.proximal is set, but the loss takes no proximal_logp"
       )
+    if config.step.bias_rate and not (
+      model.moe_layers and model.router == "sigmoid"
+    ):
+      raise ValueError(
+        f"learner.step.bias_rate is {config.step.bias_rate}, but the model has"
+        " no sigmoid router whose selection bias it could change"
+      )
     self._mesh = mesh or config.mesh.make()
     self._frozen = ""
     tx = optimizer
@@ -209,7 +216,12 @@ class Learner:
     Returns:
       Metrics of the step: means weighted by trained tokens, maxima of maxima,
       counts as they stand at the end. Empty if nothing could be trained.
+
+    Raises:
+      ValueError: as `packing.pack`, or for ids that the model doesn't know.
     """
+    if substeps < 1:
+      raise ValueError(f"substeps is {substeps}, not >= 1")
     bounds = np.linspace(0, len(experiences), substeps + 1).round().astype(int)
     parts = [experiences[a:b] for a, b in itertools.pairwise(bounds)]
     began = time.monotonic()

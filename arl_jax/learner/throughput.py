@@ -69,6 +69,8 @@ def peak_flops(device: jax.Device) -> float:
   if device.platform == "cpu":
     return _measured_flops()
   kind = device.device_kind.lower().replace("tpu ", "").replace(" lite", "e")
+  # What JAX calls a v5p on some machines (jax/_src/pallas/mosaic/tpu_info.py).
+  kind = "v5p" if kind == "v5" else kind
   return next((c.flops for n, c in CHIPS.items() if n in kind), 0.0)
 
 

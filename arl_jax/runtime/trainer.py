@@ -31,6 +31,7 @@ from arl_jax.rollout.engine import Engine
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import Problem
+from arl_jax.sharding import MeshConfig
 from arl_jax.types import Episode, Group, Segment, Task, to_json
 
 
@@ -105,7 +106,7 @@ class Trainer:
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
       self.model,
-      self.learner.state.params,
+      self._rollout_params(),
       config.engine,
       max_length=config.agent.token_budget + 1,
     )
@@ -371,13 +372,20 @@ class Trainer:
         )
         return episodes, client
 
-    self._engine.update_weights(self.learner.state.params, self.learner.version)
+    self._engine.update_weights(self._rollout_params(), self.learner.version)
     episodes, client = self._run(run())
     tokens = self.position.tokens
     tokens["rollout_sampled"] += client.sampled_tokens
     tokens["rollout_prefilled"] += client.prefilled_tokens
     tokens["rollout_seconds"] += time.monotonic() - began
     return episodes
+
+  def _rollout_params(self) -> Any:
+    """For the engine, which is on one device, wherever the learner is."""
+    params = self.learner.state.params
+    if self.config.learner.mesh == MeshConfig(fsdp=1):
+      return params
+    return jax.device_put(params, jax.devices()[0])
 
   def _run(self, work):
     """Runs a coroutine; an interruption commits what was reached before."""

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +7,15 @@ import numpy as np
 import optax
 import pytest
 
-from arl_jax import sharding
-from arl_jax.learner import state
-from arl_jax.learner.state import OptimizerConfig, optimizer
-from arl_jax.learner.step import StepConfig
+from arl_jax import losses, sharding
+from arl_jax.learner import (
+  OptimizerConfig,
+  StepConfig,
+  make_train_step,
+  pack,
+  state,
+)
+from arl_jax.learner.state import merge, optimizer, split
 from arl_jax.model import ModelConfig, init, specs
 
 # With everything that is no matrix of the trunk: biases, sinks, a head.
@@ -54,13 +60,31 @@ def test_muon_takes_matrices_that_stand_alone(scanned):
   assert muon == want | {"mtp/project"}
 
 
-def test_selection_bias_does_not_decay():
-  params = {"choice_bias": jnp.ones(3), "q": jnp.ones((2, 2))}
-  tx = optimizer(OptimizerConfig(weight_decay=0.5, learning_rate=0.1))
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  updates, _ = tx.update(zeros, tx.init(params), params)
-  assert not np.asarray(updates["choice_bias"]).any()
-  assert (np.asarray(updates["q"]) < 0).all()
+def _paths(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def test_selection_biases_are_never_trained_nor_what_is_frozen():
+  params = {
+    "moe": {"choice_bias": 1, "router": 2},
+    "mlp": {"gate": 3, "up": 4},
+    "norm": 5,
+  }
+  trained, kept = split(params)
+  assert _paths(kept) == {"moe/choice_bias"}
+  assert merge(trained, kept) == params
+  for frozen, want in (
+    ("^mlp/", {"moe/choice_bias", "mlp/gate", "mlp/up"}),
+    ("gate|norm$", {"moe/choice_bias", "mlp/gate", "norm"}),
+    (".", {"moe/choice_bias", "moe/router", "mlp/gate", "mlp/up", "norm"}),
+  ):
+    trained, kept = split(params, frozen)
+    assert _paths(kept) == want
+    assert _paths(trained) == _paths(params) - want
+    assert merge(trained, kept) == params
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -86,22 +110,34 @@ def test_bfloat16_moments_give_nearly_the_same_updates(name):
     np.testing.assert_allclose(a, b, rtol=0.1, atol=2e-4)
 
 
-def test_unknown_moment_and_compute_types_are_refused():
-  with pytest.raises(ValueError, match=r"rl\.optimizer\.moment_dtype is 'f8'"):
-    OptimizerConfig(moment_dtype="f8").validate("rl.optimizer")
-  with pytest.raises(ValueError, match=r"step\.compute_dtype is 'f8'"):
-    StepConfig(compute_dtype="f8").validate("step")
+@pytest.mark.parametrize(
+  ("change", "match"),
+  [
+    ({"name": "sgd"}, "x.name is 'sgd'"),
+    ({"learning_rate": 0.0}, "x.learning_rate is 0.0"),
+    ({"muon_learning_rate": np.inf}, "x.muon_learning_rate is inf"),
+    ({"moment_dtype": "f8"}, "x.moment_dtype is 'f8'"),
+    ({"frozen": "("}, r"x.frozen '\(' is no regular expression"),
+  ],
+)
+def test_impossible_optimizer_is_refused_by_name(change, match):
+  with pytest.raises(ValueError, match=match):
+    OptimizerConfig(**change).validate("x")
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_abstract_state_is_that_of_a_real_one(name, moments):
+@pytest.mark.parametrize("frozen", ["", "attention|embed|up$"])
+def test_abstract_state_is_that_of_a_real_one(name, moments, frozen):
   tx = optimizer(OptimizerConfig(name=name, moment_dtype=moments))
   mesh = sharding.make_mesh(fsdp=2, expert=2, tensor=2)
-  described = state.abstract(CONFIG, tx, mesh)
-  real = jax.eval_shape(
-    lambda: state.with_optimizer(init(CONFIG, jax.random.key(0)), tx)
-  )
+  described = state.abstract(CONFIG, tx, mesh, frozen=frozen)
+
+  def make():
+    params = init(CONFIG, jax.random.key(0))
+    return state.with_optimizer(params, tx, frozen=frozen)
+
+  real = jax.eval_shape(make)
   assert jax.tree.structure(described) == jax.tree.structure(real)
   for a, b in zip(*map(jax.tree.leaves, (described, real)), strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -114,8 +150,92 @@ def test_abstract_state_is_that_of_a_real_one(name, moments):
   gate = described.params["layers"]["000"]["moe"]["gate"]
   assert places == {gate.sharding}
   assert gate.sharding.shard_shape(gate.shape) == (2, 4, 8)
+  for path in _paths(described.opt_state):
+    assert "choice_bias" not in path
+    assert not (frozen and re.search(frozen, path))
 
 
 def test_transform_of_no_state_is_described_too():
   described = state.abstract(CONFIG, optax.sgd(1.0), sharding.make_mesh(data=8))
   assert not [x for x in jax.tree.leaves(described.opt_state) if x.ndim]
+
+
+def test_state_holds_the_key_of_its_seed():
+  params = {"q": jnp.ones(2)}
+  keys = [
+    state.with_optimizer(params, optax.sgd(1.0), seed=i).rng for i in (0, 1)
+  ]
+  described = state.abstract(CONFIG, optax.sgd(1.0), sharding.make_mesh(data=8))
+  for key in keys:
+    assert (key.shape, key.dtype) == ((2,), jnp.uint32)
+  assert (described.rng.shape, described.rng.dtype) == ((2,), jnp.uint32)
+  assert not np.array_equal(*keys)
+
+
+@pytest.fixture(scope="module")
+def batch(experiences):
+  return pack(experiences, row_length=16, microbatch_rows=4)[0]
+
+
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def trained(request, models, params_of, state_of):
+  """Step of each optimizer, and () -> a state that it begins with."""
+  model = models["moe"]
+  tx = optimizer(OptimizerConfig(name=request.param, warmup_steps=1))
+  step = make_train_step(model, tx, losses.policy_gradient, StepConfig())
+  return step, lambda: state_of(params_of(model), tx)
+
+
+def test_update_that_is_not_finite_is_skipped_and_counted(trained, batch):
+  step, begin = trained
+  bad = batch.replace(
+    advantage=np.where(batch.advantage == 2.0, np.inf, batch.advantage)
+  )
+  kept = jax.device_get(begin())
+  after, metrics = step(begin(), bad)
+  assert (after.skipped, after.step, metrics["skipped"]) == (1, 1, 1)
+  assert not np.isfinite(metrics["grad_norm"])
+  # A retry would draw other numbers.
+  assert not np.array_equal(after.rng, kept.rng)
+  for part in ("params", "opt_state"):
+    for a, b in zip(
+      *(jax.tree.leaves(getattr(s, part)) for s in (after, kept)), strict=True
+    ):
+      np.testing.assert_array_equal(a, b)
+  # The next one goes on as if nothing had been.
+  after, _ = step(after, batch)
+  clean, _ = step(begin(), batch)
+  assert (after.skipped, after.step) == (1, 2)
+  for a, b in zip(
+    *(jax.tree.leaves(s.params) for s in (after, clean)), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_optimizer_updates_every_parameter_and_keeps_its_types(trained, batch):
+  step, begin = trained
+  before = jax.device_get(begin())
+  after, metrics = step(begin(), batch)
+  assert metrics["skipped"] == 0
+  for (path, a), b in zip(
+    jax.tree_util.tree_leaves_with_path(after.params),
+    jax.tree.leaves(before.params),
+    strict=True,
+  ):
+    assert not np.array_equal(a, b), path
+  assert jax.tree.structure(before) == jax.tree.structure(after)
+  for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+  assert not np.array_equal(after.rng, before.rng)
+
+
+def test_loss_of_a_tiny_sft_problem_falls(trained, batch):
+  step, begin = trained
+  batch = batch.replace(advantage=np.ones_like(batch.advantage))
+  now, found = begin(), []
+  for _ in range(30):
+    now, metrics = step(now, batch)
+    found.append(float(metrics["loss"]))
+  assert found[0] > 3
+  assert found[-1] < 0.5 * found[0]
+  assert now.step == 30

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arl_jax import losses
 from arl_jax.model import ModelConfig, forward, router
 
 
@@ -223,10 +224,10 @@ def test_balance_of_a_segment_is_derived_by_hand():
   p = jnp.array([[[0.75, 0.25], [0.5, 0.5], [0.2, 0.8], [0.9, 0.1]]])
   experts = jnp.array([[[0], [0], [1], [0]]])
   segments = jnp.array([[1, 1, 2, 0]])
-  got = router.balance(p, experts, segments)
+  got = losses.router_balance(p, experts, segments)
   np.testing.assert_allclose(got, [[1.25, 1.25, 1.6, 0]], rtol=1e-6)
   # Sigmoids needn't sum to one; their shares count.
-  got = router.balance(0.7 * p, experts, segments)
+  got = losses.router_balance(0.7 * p, experts, segments)
   np.testing.assert_allclose(got, [[1.25, 1.25, 1.6, 0]], rtol=1e-6)
 
 
@@ -234,7 +235,7 @@ def test_even_choices_have_a_balance_of_one():
   # Four tokens, two of four experts each, every expert twice.
   experts = jnp.array([[[0, 1], [2, 3], [1, 2], [3, 0]]])
   p = jax.nn.softmax(jax.random.normal(jax.random.key(0), (1, 4, 4)))
-  got = router.balance(p, experts, jnp.ones((1, 4), jnp.int32))
+  got = losses.router_balance(p, experts, jnp.ones((1, 4), jnp.int32))
   np.testing.assert_allclose(got, np.ones((1, 4)), rtol=1e-6)
 
 
@@ -249,7 +250,7 @@ def test_balance_and_its_gradient_do_not_depend_on_packing():
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def summed(p, experts, segments):
-    balance = router.balance(p, experts, segments)
+    balance = losses.router_balance(p, experts, segments)
     return balance.sum(), balance
 
   (_, together), slope = summed(p, experts, packed)
