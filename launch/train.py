@@ -24,6 +24,7 @@ from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.offline import Data, OfflineTrainer
 from arl_jax.runtime.offline_config import OfflineConfig
+from arl_jax.runtime.pod_config import PodConfig
 from arl_jax.runtime.problem import SearchProblem
 from launch import command
 
@@ -43,10 +44,10 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
   config = _CONFIG.value
-  if not isinstance(config, Config | OfflineConfig):
+  if isinstance(config, PodConfig):
     raise ValueError(
-      f"--config gives a {type(config).__name__}, not a Config or an"
-      " OfflineConfig; launch.compile takes those of pods"
+      "--config describes a pod, which launch.compile takes; a run's begins"
+      " with Config or OfflineConfig"
     )
   config.resolve()
   if _DRY_RUN.value:
