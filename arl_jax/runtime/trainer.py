@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from arl_jax import losses
 from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
-from arl_jax.data import sft
 from arl_jax.learner import Experience, Learner, of_group
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
@@ -28,40 +27,13 @@ from arl_jax.observability.run_directory import (
 )
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
+from arl_jax.runtime import warm_start
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
+from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
-from arl_jax.types import Episode, Group, Segment, Task, to_json
-
-
-@dataclasses.dataclass(slots=True)
-class Position:
-  """Where a run is; part of every commit.
-
-  Attributes:
-    warm_start: updates done.
-    rl: steps done.
-    seconds: spent in each phase.
-    tokens: by kind, with the seconds they took under "<kind>_seconds".
-  """
-
-  warm_start: int = 0
-  rl: int = 0
-  seconds: dict[str, float] = dataclasses.field(
-    default_factory=lambda: defaultdict(float)
-  )
-  tokens: dict[str, float] = dataclasses.field(
-    default_factory=lambda: defaultdict(float)
-  )
-
-  @property
-  def rounded_seconds(self) -> dict[str, float]:
-    return {name: round(value, 1) for name, value in self.seconds.items()}
-
-  @property
-  def number(self) -> int:
-    return self.warm_start + self.rl
+from arl_jax.types import Episode, Group, Task, to_json
 
 
 class Trainer:
@@ -143,12 +115,7 @@ class Trainer:
         f" {record['rl']} already"
       )
     self.learner.take(commit.state)
-    self.position = Position(
-      warm_start=record["warm_start"],
-      rl=record["rl"],
-      seconds=defaultdict(float, record["seconds"]),
-      tokens=defaultdict(float, record["tokens"]),
-    )
+    self.position = Position.from_record(record)
 
   def _is_past(self, line: dict[str, Any]) -> bool:
     done = {"warm_start": self.position.warm_start, "rl": self.position.rl}
@@ -157,13 +124,7 @@ class Trainer:
   def commit(self) -> None:
     """Writes state and position. Raises OSError if that fails."""
     at = self.position
-    record = {
-      "warm_start": at.warm_start,
-      "rl": at.rl,
-      "seconds": dict(at.seconds),
-      "tokens": dict(at.tokens),
-      "version": self.learner.version,
-    }
+    record = {**at.to_record(), "version": self.learner.version}
     score = float(np.mean(self._rewards)) if self._rewards else None
     self._store.save(at.number, self.learner.contents, record, score=score)
     self._rewards.clear()
@@ -186,7 +147,7 @@ class Trainer:
     self.position.seconds["demonstrations"] = time.monotonic() - began
     self._progress.phase("warm start", steps, start=self.position.warm_start)
     began = time.monotonic()
-    plan = self._warm_start_batches(demonstrations)
+    plan = warm_start.batches(self.config, self.problem, demonstrations)
     for step, (segments, length) in enumerate(plan, 1):
       if step <= self.position.warm_start:
         continue
@@ -207,44 +168,10 @@ class Trainer:
     self.learner.publish()
     self.commit()
 
-  def _warm_start_batches(
-    self, demonstrations: list[Episode]
-  ) -> Iterator[tuple[list[Segment], int]]:
-    """Segments and row length of each update."""
-    config = self.config.warm_start
-    openings = sft.openings(
-      self.problem.practice(derive_seed(self.config.seed, "practice")),
-      self.problem.renderer,
-      self._opening_player,
-    )
-    whole = sft.shuffled(
-      sft.segments_of(demonstrations), derive_seed(self.config.seed, "whole")
-    )
-    later = config.steps - config.opening_steps
-    for source, length, steps in (
-      (openings, config.opening_row_length, config.opening_steps),
-      (whole, self.config.learner.row_length, later),
-    ):
-      for batch in sft.batches(source, tokens=config.batch_tokens, steps=steps):
-        yield batch, length
-
-  def _opening_player(self, question: str):
-    task = Task(task_id=question, prompt=question, truth={})
-    player = self.problem.demonstrator(
-      task, derive_seed(self.config.seed, "opening", question)
-    )
-    return lambda ids: player.play(ids, self.config.agent.message_tokens)
-
   def _demonstrate(self) -> list[Episode]:
     """The scripted player's episodes, as the harness records them."""
-    tasks, total = self.problem.train, self.config.warm_start.episodes
-    jobs = []
-    for i in range(total):
-      task = tasks[i % len(tasks)]
-      index = i // len(tasks)
-      seed = derive_seed(self.config.seed, "script", task.task_id, index)
-      jobs.append(Job(task=task, rollout_index=index, seed=seed))
-    self._progress.phase("demonstrations", total)
+    jobs = warm_start.jobs(self.config, self.problem)
+    self._progress.phase("demonstrations", len(jobs))
     episodes = self._run(
       run_jobs(
         jobs,
