@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -52,16 +53,26 @@ def _parse_flags(config: object, default: str, argv: list[str]) -> list[str]:
     argv = [argv[0], f"--config={default}", *argv[1:]]
   try:
     return flags.FLAGS(argv)
-  except KeyError:
+  except KeyError as error:
     fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
-    reasons = [explain_field(config, field) for field in fields if field]
-    problem = "; ".join(filter(None, reasons))
+    example = _named(argv) or config
+    reasons = [explain_field(example, field) for field in fields if field]
+    problem = "; ".join(filter(None, reasons)) or f"no field {error}"
   except Exception as error:  # A configuration is code and may raise any.
     # The library's reason for a failed load comes after its own first line.
     kind = "" if isinstance(error, flags.Error) else type(error).__name__ + " "
     problem = kind + " ".join(str(error).split())[:300]
   print(f"error: {problem}", file=sys.stderr)
   sys.exit(2)
+
+
+def _named(argv: list[str]) -> object | None:
+  """What the file that --config names gives, None if it can't be read."""
+  paths = [a.partition("=")[2] for a in argv if a.lstrip("-")[:7] == "config="]
+  try:
+    return runpy.run_path(paths[-1])["get_config"]()
+  except Exception:  # It is code and may raise any; this is about a flag.
+    return None
 
 
 def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
@@ -75,6 +86,8 @@ def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
     print("stopped at once; --resume goes on from the last checkpoint")
     sys.exit(130)
   except (ValueError, OSError) as error:
-    reason = getattr(error, "strerror", None) or error
+    reason = getattr(error, "strerror", None) or str(error)
+    if (file := getattr(error, "filename", None)) and str(file) not in reason:
+      reason = f"{file}: {reason}"
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,12 @@ from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.offline import Data, OfflineTrainer
+from arl_jax.runtime.offline import (
+  Data,
+  OfflineTrainer,
+  check_export,
+  make_learner,
+)
 from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.runtime.pod_config import PodConfig
 from arl_jax.runtime.problem import SearchProblem
@@ -32,6 +38,10 @@ _CONFIG = config_flags.DEFINE_config_file("config")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the configuration, stop.")
 _RESUME = flags.DEFINE_bool("resume", False, "Go on from the last checkpoint.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Empty the run directory.")
+
+_FALL_BACK = flags.DEFINE_bool(
+  "fall_back", False, "With --resume: an earlier checkpoint will do."
+)
 
 # Fields that may differ when a run goes on.
 _MUTABLE = (
@@ -83,12 +93,18 @@ def _train(
   config: Config, progress: Progress, should_stop: Callable[[], bool]
 ) -> str:
   progress.phase("corpus and tasks", 1)
-  # Before the folder is touched: a corpus that can't be used costs nothing.
+  # Before the folder is touched: what can't be used costs nothing.
+  config.learner.mesh.make()
   problem = SearchProblem(config)
   progress.update(1, chunks=len(problem.corpus.chunks))
   with _open(config, problem.digests()) as run:
     summary = run_experiment(
-      config, problem, run, progress, should_stop=should_stop
+      config,
+      problem,
+      run,
+      progress,
+      should_stop=should_stop,
+      fall_back=_FALL_BACK.value,
     )
   return f"{suites.table(summary)}\nreport: {config.run_dir}/report.html"
 
@@ -96,10 +112,20 @@ def _train(
 def _train_offline(
   config: OfflineConfig, progress: Progress, should_stop: Callable[[], bool]
 ) -> str:
+  # Before the folder is touched: what can't be trained costs nothing.
+  if not _RESUME.value and not _inside(config.export, config.run_dir):
+    check_export(config)
   data = Data(config)
+  learner = make_learner(config, data)
   with _open(config, data.digests) as run:
     trainer = OfflineTrainer(
-      config, data, run, progress, should_stop=should_stop
+      config,
+      data,
+      learner,
+      run,
+      progress,
+      should_stop=should_stop,
+      fall_back=_FALL_BACK.value,
     )
     try:
       values = trainer.train()
@@ -108,6 +134,12 @@ def _train_offline(
     run.write_json("summary.json", values)
   shown = (f"  {name} {value:.4g}" for name, value in sorted(values.items()))
   return "\n".join(["last update:", *shown, f"run: {config.run_dir}"])
+
+
+def _inside(path: str, folder: str) -> bool:
+  """Whether `path` lies in a folder that --overwrite empties."""
+  inner, outer = pathlib.Path(path).resolve(), pathlib.Path(folder).resolve()
+  return _OVERWRITE.value and outer in inner.parents
 
 
 def run() -> None:

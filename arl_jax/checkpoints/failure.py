@@ -10,6 +10,10 @@ class DamagedError(ValueError):
   """What was read isn't what was written."""
 
 
+class ForeignError(ValueError):
+  """Another program wrote it."""
+
+
 def errno_of(error: BaseException) -> int:
   """The number of an error of the operating system, however it is wrapped."""
   for one in _chain(error):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arl_jax import types
-from arl_jax.checkpoints.failure import DamagedError
+from arl_jax.checkpoints.failure import DamagedError, ForeignError
 
 # Raised whenever a field of a manifest, or how a digest is made, changes.
 SCHEMA_VERSION = 1
@@ -65,7 +65,8 @@ def read(commit: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     DamagedError: the manifest isn't as it was written.
-    ValueError: it is another program's, or of another schema version.
+    ForeignError: it is another program's.
+    ValueError: it is of another schema version.
   """
   body = _opened(commit)
   for name, expected in (
@@ -126,14 +127,14 @@ def _opened(commit: pathlib.Path) -> dict[str, Any]:
     text = (commit / NAME).read_text()
     found = json.loads(text)
   except FileNotFoundError:
-    raise ValueError(
+    raise ForeignError(
       f"it has no file {NAME}, so it wasn't written by this program"
     ) from None
   except (OSError, ValueError, RecursionError) as error:
     raise DamagedError(f"its file {NAME} can't be read: {error}") from error
   fields = found if isinstance(found, dict) else {}
   if not {_MARKER, "sha256"} & fields.keys():
-    raise ValueError(
+    raise ForeignError(
       f"its file {NAME} has no field {_MARKER!r}, so it wasn't written by this"
       " program"
     )

@@ -17,7 +17,12 @@ import jax
 from arl_jax import types
 from arl_jax.checkpoints import leaves, manifest
 from arl_jax.checkpoints.commit_folder import CommitFolder, best
-from arl_jax.checkpoints.failure import DamagedError, errno_of, reason
+from arl_jax.checkpoints.failure import (
+  DamagedError,
+  ForeignError,
+  errno_of,
+  reason,
+)
 from arl_jax.checkpoints.first_process import from_first
 from arl_jax.checkpoints.room import make_room
 from arl_jax.checkpoints.state_files import read, size, start_writing
@@ -166,6 +171,16 @@ class CheckpointStore:
     if wait:
       self.wait()
 
+  def check_room(self, state: Any) -> None:
+    """Raises OSError if the quota can't hold one commit of such a state."""
+    needed = size(state) + _SPARE_BYTES
+    if self._quota is not None and needed > self._quota:
+      raise OSError(
+        errno.EDQUOT,
+        f"a checkpoint in {self._folder.path} needs up to {needed} bytes, but"
+        f" the quota is {self._quota} bytes",
+      )
+
   def wait(self) -> None:
     """Returns when nothing is being written any more.
 
@@ -205,12 +220,13 @@ class CheckpointStore:
       like: a tree of what is wanted, as arrays or `jax.ShapeDtypeStruct` with
         shardings; or a function that makes one from the commit's record.
       number: of the commit, by default the newest.
-      fall_back: whether an earlier commit will do if that one is damaged.
+      fall_back: whether an earlier commit will do if that one is damaged or
+        another program's.
 
     Raises:
       ValueError: there is no commit, or it is damaged, or doesn't fit `like`,
-        or is of another program, schema version or identity. Only damage is
-        ever passed over.
+        or is of another program, schema version or identity. Only what is
+        damaged or another program's is ever passed over.
       OSError: what was being written could not be.
     """
     self.wait()
@@ -219,7 +235,7 @@ class CheckpointStore:
       try:
         with self._naming(chosen):
           commit = self._restored(chosen, like)
-      except DamagedError as error:
+      except (DamagedError, ForeignError) as error:
         if not fall_back:
           raise
         skipped.append(str(error))
@@ -270,7 +286,7 @@ class CheckpointStore:
       )
     if number in there and number not in given_up:
       return False
-    newest = max({*there} - {*given_up}, default=number)
+    newest = max({*own} - {*given_up}, default=number)
     if newest > number:
       raise ValueError(
         f"number is {number}, must be above {newest}, the newest checkpoint in"
@@ -359,9 +375,16 @@ class CheckpointStore:
     try:
       yield
     except DamagedError as error:
-      raise DamagedError(f"{where}: it is damaged: {error}") from error
+      raise DamagedError(
+        f"{where}: it is damaged: {error} ({_FALL_BACK})"
+      ) from error
+    except ForeignError as error:
+      raise ForeignError(f"{where}: {error} ({_FALL_BACK})") from error
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from error
+
+
+_FALL_BACK = "--fall_back takes the one before it"
 
 
 def _new_id() -> str:

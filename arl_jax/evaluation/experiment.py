@@ -28,6 +28,7 @@ def run_experiment(
   progress: Progress,
   *,
   should_stop: Callable[[], bool],
+  fall_back: bool = False,
 ) -> Summary:
   """Takes a run from where it stands to its report.
 
@@ -37,6 +38,7 @@ def run_experiment(
     run: where everything is written.
     progress: where it is shown.
     should_stop: asked between updates and episodes.
+    fall_back: an earlier commit will do if the newest is damaged.
 
   Returns:
     The summary: {"before" and "after": {metric: [mean, low, high]}, "seconds":
@@ -47,7 +49,14 @@ def run_experiment(
     Interrupted: stopped, after a commit.
     OSError: something could not be written.
   """
-  trainer = Trainer(config, problem, run, progress, should_stop=should_stop)
+  trainer = Trainer(
+    config,
+    problem,
+    run,
+    progress,
+    should_stop=should_stop,
+    fall_back=fall_back,
+  )
   warm, total = (
     config.warm_start.steps,
     config.warm_start.steps + config.rl.steps,

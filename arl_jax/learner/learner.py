@@ -21,7 +21,7 @@ from arl_jax.learner.state import OptimizerConfig, TrainState
 from arl_jax.learner.step import make_score, make_train_step
 from arl_jax.model.config import ModelConfig
 from arl_jax.sharding import MeshConfig
-from arl_jax.types import LossFn
+from arl_jax.types import LossFn, Segment
 
 
 def _make(cls, **values):
@@ -56,7 +56,7 @@ class LearnerConfig:
     losses.by_name(self.loss)
     self.step.validate(f"{where}.step")
     for name in ("row_length", "microbatch_tokens", "microbatches"):
-      if getattr(self, name) < 1:
+      if not getattr(self, name) >= 1:
         raise ValueError(f"{where}.{name} is {getattr(self, name)}, not >= 1")
 
 
@@ -141,6 +141,9 @@ class Learner:
       tx.validate("optimizer")
       self._frozen, tx = tx.frozen, state.optimizer(tx)
     self._tx = tx
+    for name, tree in (("params", params), ("reference", reference)):
+      if tree is not None:
+        state.check_params(model, tree, name)
     with jax.set_mesh(self._mesh):
       places = state.abstract(model, tx, self._mesh, frozen=self._frozen)
       self._places = jax.tree.map(lambda x: x.sharding, places)
@@ -242,14 +245,10 @@ class Learner:
     self, experiences: Sequence[Experience], row_length: int | None
   ) -> tuple[TokenBatch, PackingStats]:
     for segment in (s for e in experiences for s in e.segments):
-      if segment.ids.min() < 0 or segment.ids.max() >= self.model.vocab_size:
-        raise ValueError(
-          f"a segment holds ids {segment.ids.min()} to {segment.ids.max()}; the"
-          f" model knows 0 to {self.model.vocab_size - 1}"
-        )
+      self._check(segment)
     length = row_length or self.config.row_length
     rows = max(1, self.config.microbatch_tokens // length)
-    shards = self._mesh.size // self._mesh.shape["tensor"]
+    shards = self._mesh.size // self._mesh.shape.get("tensor", 1)
     # Each part of the mesh that holds rows of its own has as many.
     rows = -(-rows // shards) * shards
     batch, stats = packing.pack(
@@ -260,6 +259,26 @@ class Learner:
       seed=int(np.asarray(self.state.rng)[-1]),
     )
     return self._place(batch), stats
+
+  def _check(self, segment: Segment) -> None:
+    """Raises ValueError for what this model can't have sampled."""
+    model = self.model
+    low, high = segment.ids.min(initial=0), segment.ids.max(initial=0)
+    if low < 0 or high >= model.vocab_size:
+      raise ValueError(
+        f"a segment holds ids {low} to {high}; the model knows 0 to"
+        f" {model.vocab_size - 1}"
+      )
+    experts = segment.experts
+    if experts is not None and (
+      experts.shape[1:] != (model.moe_layers, model.experts_per_token)
+      or experts.max(initial=-1) >= model.experts
+    ):
+      raise ValueError(
+        f"a segment recorded experts {experts.shape[1:]} (layers, K) up to"
+        f" {experts.max(initial=-1)}; the model has {model.moe_layers} layers"
+        f" with {model.experts_per_token} of {model.experts}"
+      )
 
   def _place(self, batch: TokenBatch) -> TokenBatch:
     """On the mesh: every host has the whole batch and gives its own part."""

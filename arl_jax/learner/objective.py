@@ -240,6 +240,11 @@ def _policy_terms(logp, loss_fn, config, part):
   per_token, stats = loss_fn(
     logp, part.behaviour_logp, advantage, part.mask, **wanted
   )
+  if jnp.shape(per_token) != part.mask.shape:
+    raise ValueError(
+      f"the loss gives terms of shape {jnp.shape(per_token)}, not one a token,"
+      f" {part.mask.shape} (python -m arl_jax.testing.check_loss)"
+    )
   start = part.proximal_logp
   start = jax.lax.stop_gradient(logp) if start is None else start
   if config.icepop:

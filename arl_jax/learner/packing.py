@@ -17,6 +17,10 @@ from arl_jax.types import Segment
 Leaf = Any
 
 
+# Times a ratio and a log-prob, still a finite float32.
+_LARGEST_ADVANTAGE = 1e9
+
+
 class TokenBatch(struct.PyTreeNode):
   """What one update is made from; M microbatches of R rows.
 
@@ -84,7 +88,7 @@ def assign_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     if length > row_length:
       raise ValueError(
         f"segment of {length} tokens does not fit into a row of {row_length};"
-        " raise learner.row_length (or warm_start.opening_row_length)"
+        " rows must be at least as long as the longest segment"
       )
     at = bisect.bisect_left(free, (length, -1))
     if at < len(free):
@@ -171,9 +175,10 @@ def _trained_segments(
   """Segments with a trained token, and the index of each one's episode."""
   pairs = []
   for owner, experience in enumerate(experiences):
-    if not np.isfinite(experience.advantage):
+    if not np.abs(experience.advantage) <= _LARGEST_ADVANTAGE:
       raise ValueError(
-        f"advantage of experience {owner} is {experience.advantage}, not finite"
+        f"advantage of experience {owner} is {experience.advantage}, not"
+        f" within ±{_LARGEST_ADVANTAGE:g}"
       )
     pairs += [(owner, s) for s in experience.segments if s.trained.any()]
   if not pairs:

@@ -95,6 +95,12 @@ class OptimizerConfig:
     for name in ("learning_rate", "muon_learning_rate"):
       if not 0 < getattr(self, name) < float("inf"):
         raise ValueError(f"{where}.{name} is {getattr(self, name)}, not > 0")
+    for name in ("b1", "b2"):
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(f"{where}.{name} is {getattr(self, name)}, not [0, 1)")
+    for name in ("weight_decay", "final_share", "warmup_steps", "decay_steps"):
+      if not 0 <= getattr(self, name) < float("inf"):
+        raise ValueError(f"{where}.{name} is {getattr(self, name)}, not >= 0")
 
 
 def optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -197,6 +203,27 @@ def merge(trained: Any, frozen: Any) -> Any:
   )
 
 
+def check_params(model: ModelConfig, params: Any, name: str) -> None:
+  """Raises ValueError for parameters that aren't float32 ones of the model."""
+  wanted, found = (
+    {
+      jax.tree_util.keystr(path, simple=True, separator="/"): x
+      for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for tree in (sharding.shapes(transformer.specs(model)), params)
+  )
+  if odd := sorted(wanted.keys() ^ found.keys()):
+    which = "lacks" if odd[0] in wanted else "has a surplus"
+    raise ValueError(f"{name} {which} {odd[0]!r}, going by the configuration")
+  for path, x in wanted.items():
+    if (found[path].shape, found[path].dtype) != (x.shape, x.dtype):
+      raise ValueError(
+        f"{name}[{path!r}] is {found[path].dtype}{list(found[path].shape)}, the"
+        f" configuration says {x.dtype}{list(x.shape)}; master weights are"
+        " float32"
+      )
+
+
 def with_optimizer(
   params: Any,
   tx: optax.GradientTransformation,
@@ -210,9 +237,11 @@ def with_optimizer(
   Raises:
     ValueError: `frozen` leaves nothing to train.
   """
-  trained, _ = split(params, frozen)
+  trained, kept = split(params, frozen)
   if not jax.tree.leaves(trained):
     raise ValueError(f"optimizer.frozen {frozen!r} leaves nothing to train")
+  if frozen and not jax.tree.leaves(kept):
+    raise ValueError(f"optimizer.frozen {frozen!r} matches no parameter")
   return TrainState(
     params=params,
     opt_state=jax.jit(tx.init)(trained),

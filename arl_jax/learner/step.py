@@ -33,8 +33,9 @@ def make_train_step(
   Gradients of every term are sums over tokens, added up over the microbatches
   and divided once by that term's count in the whole batch: the result doesn't
   depend on how the batch was cut, but for one term that is made of rows: the
-  share of them that the MTP module sees. An update whose gradient isn't finite
-  is skipped and counted. Metrics are means, also over the whole batch.
+  share of them that the MTP module sees. An update that isn't finite, or whose
+  gradient isn't, is skipped and counted. Metrics are means, also over the whole
+  batch.
 
   Args:
     model: the policy's configuration.
@@ -60,10 +61,10 @@ def make_train_step(
 
     gradient, sums = _summed(loss_of, trained, batch)
     norm = optax.tree.norm(gradient)
-    finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, config.clip_norm / (norm + 1e-12))
     gradient = jax.tree.map(lambda g: g * scale, gradient)
     updates, opt_state = tx.update(gradient, state.opt_state, trained)
+    finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
     params = merge(optax.apply_updates(trained, updates), kept)
     if "load" in sums.added:
       params = _rebalanced(

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import math
 from typing import Any
 
 from arl_jax.losses import policy
@@ -34,7 +35,7 @@ def by_name(name: str) -> LossFn:
 
   Raises:
     ValueError: there is no such loss, it doesn't take arrays as `LossFn` says,
-      or it has no such hyper-parameter.
+      or it has no such hyper-parameter, or no such value of it.
   """
   bare, bracket, rest = name.partition("(")
   loss_fn = _find(bare.strip())
@@ -49,6 +50,7 @@ def by_name(name: str) -> LossFn:
         f"loss {name!r}: {bare} has no hyper-parameter {key!r};"
         f" it has {known or 'none'}"
       )
+    _check_value(values[key], inspect.signature(loss_fn).parameters[key], name)
   return functools.partial(loss_fn, **values)
 
 
@@ -67,16 +69,30 @@ def is_supervised(loss_fn: LossFn) -> bool:
   return bare is inspect.unwrap(policy.sft)
 
 
+def _check_value(
+  value: Any, parameter: inspect.Parameter, name: str
+) -> None:
+  """Where the default is a number, the value must be one, and finite."""
+  default = parameter.default
+  if isinstance(default, bool) or not isinstance(default, int | float):
+    return
+  number = isinstance(value, int | float) and not isinstance(value, bool)
+  if not number or not abs(value) < math.inf:
+    raise ValueError(
+      f"loss {name!r}: {parameter.name} is {value!r}, not a finite number"
+    )
+
+
 def _find(name: str) -> LossFn:
   if name in _OWN:
     return _OWN[name]
   module, _, function = name.partition(":")
   try:
     found = getattr(importlib.import_module(module), function)
-  except (ImportError, AttributeError, ValueError, TypeError) as error:
+  except Exception as error:  # A user's module is code and may raise any.
     raise ValueError(
       f"loss {name!r} is neither one of {sorted(_OWN)} nor"
-      f" package.module:function ({error})"
+      f" package.module:function ({type(error).__name__}: {error})"
     ) from error
   if not callable(found):
     raise ValueError(f"loss {name!r} is a {type(found).__name__}, no function")

@@ -233,7 +233,7 @@ def kimi_k2_5(
   bound = jnp.clip(log_ratio, log_ratio_min, log_ratio_max)
   inside = bound == log_ratio
   kept = jnp.where(inside, log_ratio, jax.lax.stop_gradient(bound))
-  term = -jnp.exp(kept) * advantage + tau * log_ratio**2
+  term = -bounded_exp(kept) * advantage + tau * log_ratio**2
   return _result(term, weight, bounded_exp(log_ratio), ~inside, mask)
 
 

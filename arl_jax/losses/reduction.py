@@ -49,7 +49,7 @@ def reduce(
   if how == "token_mean":
     return terms.sum(), mask.sum().astype(dtype)
   if how == "constant_length":
-    if constant_length is None or constant_length < 1:
+    if constant_length is None or not constant_length >= 1:
       raise ValueError(f"constant_length is {constant_length}, not >= 1 token")
     rows = jnp.asarray(mask.shape[0]) if episodes is None else episodes
     return terms.sum(), rows.astype(dtype) * constant_length

@@ -283,6 +283,9 @@ def explain_field(config: object, path: str) -> str:
     if not dataclasses.is_dataclass(owner):
       return f"{known or 'config'} has no fields, so no {name!r}"
     names = [f.name for f in dataclasses.fields(owner)]
+    name, bracket, _ = name.partition("[")
+    if bracket and name in names:
+      return ""  # A part of a list, which the flags' library reads itself.
     if name not in names:
       close = difflib.get_close_matches(name, names, 3) or names
       return (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from arl_jax.chat.pretrained import load_tokenizer
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.data.conversations import Refused, Segments
 from arl_jax.data.mixture import Mixture
-from arl_jax.data.sources import open_source
+from arl_jax.data.sources import RandomAccess, open_source
 from arl_jax.learner import Experience, Learner, of_group
 from arl_jax.model import add_mtp, transformer
 from arl_jax.model.config import ModelConfig
+from arl_jax.observability import metrics
 from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
@@ -39,41 +41,51 @@ class OfflineTrainer:
     self,
     config: OfflineConfig,
     data: Data,
+    learner: Learner,
     run: RunDirectory,
     progress: Progress,
     *,
     should_stop: Callable[[], bool] = lambda: False,
+    fall_back: bool = False,
   ):
-    """Raises ValueError for a checkpoint that can't be used."""
+    """Goes on from the newest commit of a resumed run.
+
+    Args:
+      config: resolved.
+      data: of the configuration.
+      learner: of the configuration, from `make_learner`.
+      run: where everything is written.
+      progress: where it is shown.
+      should_stop: asked between updates.
+      fall_back: an earlier commit will do if the newest is damaged.
+
+    Raises:
+      ValueError: the commit can't be used; says why.
+      OSError: there is no room for a commit.
+    """
     self.config, self._data, self._run = config, data, run
     self._progress, self._should_stop = progress, should_stop
-    model, params = _policy(config, data.vocab_size)
-    self.learner = Learner(
-      model,
-      params,
-      config.learner,
-      config.optimizer,
-      reference=params if config.learner.step.kl_weight else None,
-      mesh=config.learner.mesh.make(),
-      seed=config.seed,
-    )
-    del params
-    self._done = 0
+    self.learner, self._done = learner, 0
     self._store = CheckpointStore(
       run.path / "checkpoints",
       keep=config.keep_checkpoints,
       quota_bytes=config.checkpoint_quota or None,
-      identity={"model": dataclasses.asdict(model)},
+      identity={"model": dataclasses.asdict(learner.model)},
     )
+    self._store.check_room(learner.contents)
     if run.resumed and self._store.newest is not None:
-      commit = self._store.restore(self.learner.contents)
-      self.learner.take(commit.state)
+      commit = self._store.restore(learner.contents, fall_back=fall_back)
+      for message in commit.skipped:
+        logging.warning("passed over: %s", message)
+      learner.take(commit.state)
       self._done = commit.record["step"]
       data.set_state(commit.record["data"])
     if self._done > config.steps:
       raise ValueError(
         f"steps is {config.steps}, but the run has done {self._done} already"
       )
+    if self._done < config.steps:
+      check_export(config)
     self._metrics = MetricsWriter(
       run.path, keep=lambda line: line["step"] <= self._done
     )
@@ -84,7 +96,10 @@ class OfflineTrainer:
     self._store.close()
 
   def train(self) -> dict[str, float]:
-    """Runs to the configured number of updates; returns the last metrics.
+    """Runs to the configured number of updates.
+
+    Returns:
+      Metrics of the last one, also if it was made before.
 
     Raises:
       Interrupted: stopped, after a commit.
@@ -92,7 +107,7 @@ class OfflineTrainer:
     """
     config = self.config
     self._progress.phase("training", config.steps, start=self._done)
-    values: dict[str, float] = {}
+    values = self._last_metrics()
     for step in range(self._done + 1, config.steps + 1):
       if self._should_stop():
         self._commit()
@@ -106,14 +121,29 @@ class OfflineTrainer:
       if step % config.checkpoint_every == 0 and step < config.steps:
         self._commit()
     self._commit()
-    if config.export:
-      checkpoints.save_hf(
-        pathlib.Path(config.export),
-        self.learner.model,
-        self.learner.state.params,
-        tokenizer_from=_tokenizer_folder(config),
-      )
+    self._export()
     return values
+
+  def _last_metrics(self) -> dict[str, float]:
+    path = self._run.path / "metrics.jsonl"
+    lines = metrics.read(path) if path.is_file() else []
+    last = lines[-1] if lines else {}
+    return {k: v for k, v in last.items() if k not in ("phase", "time", "step")}
+
+  def _export(self) -> None:
+    """Writes the model; it appears under its name when it is whole."""
+    if not self.config.export or pathlib.Path(self.config.export).exists():
+      return
+    path = pathlib.Path(self.config.export)
+    unfinished = path.with_name(path.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    checkpoints.save_hf(
+      unfinished,
+      self.learner.model,
+      self.learner.state.params,
+      tokenizer_from=_tokenizer_folder(self.config),
+    )
+    unfinished.rename(path)
 
   def _commit(self) -> None:
     record = {
@@ -134,6 +164,8 @@ class Data:
     weights = [source.weight for source in config.sources]
     self._mixture = Mixture(sources, weights, seed=config.seed)
     self._examples = sum(map(len, sources))
+    if config.on_groups:
+      _check_groups(config, sources)
     self.digests = {f"sources[{i}]": s.digest for i, s in enumerate(sources)}
     self.vocab_size = 0
     self.counters: dict[str, float] = {"groups_without_signal": 0.0}
@@ -193,10 +225,58 @@ class Data:
         )
 
 
+def check_export(config: OfflineConfig) -> None:
+  """Raises ValueError if the trained model could not be written in the end."""
+  if config.export and pathlib.Path(config.export).exists():
+    raise ValueError(
+      f"export {config.export} exists already; name a folder that doesn't"
+    )
+
+
+def _check_groups(
+  config: OfflineConfig, sources: Sequence[RandomAccess]
+) -> None:
+  """All of them now: one that can't be trained on would stop the run there."""
+  longest = config.learner.row_length
+  for source in sources:
+    for index in range(len(source)):
+      example = source[index]
+      for episode in example["group"].episodes:
+        for segment in episode.segments:
+          if segment.trained.any() and len(segment) > longest:
+            raise ValueError(
+              f"{example['where']}: a segment of {len(segment)} tokens is"
+              f" longer than learner.row_length, {longest}"
+            )
+          largest = int(segment.ids.max(initial=0))
+          if 0 < config.model.vocab_size <= largest and not config.checkpoint:
+            raise ValueError(
+              f"{example['where']}: id {largest} is not below"
+              f" model.vocab_size, {config.model.vocab_size}"
+            )
+
+
 def _tokenizer_folder(config: OfflineConfig) -> str | None:
   """Where an export takes its tokenizer from; a .gguf file has no copy."""
   path = config.tokenizer or config.checkpoint
   return path if path and not path.endswith(".gguf") else None
+
+
+def make_learner(config: OfflineConfig, data: Data) -> Learner:
+  """The learner of a run, before its first update.
+
+  Raises:
+    ValueError: a checkpoint that can't be read, or a field that can't be.
+  """
+  model, params = _policy(config, data.vocab_size)
+  return Learner(
+    model,
+    params,
+    config.learner,
+    config.optimizer,
+    reference=params if config.learner.step.kl_weight else None,
+    seed=config.seed,
+  )
 
 
 def _policy(

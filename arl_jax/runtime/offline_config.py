@@ -1,6 +1,7 @@
 """The configuration of training from files: conversations, recorded groups."""
 
 import dataclasses
+import pathlib
 
 from arl_jax import losses
 from arl_jax.data.sources import SourceConfig
@@ -101,6 +102,17 @@ class OfflineConfig:
     if self.baseline not in BASELINES:
       raise ValueError(
         f"baseline is {self.baseline!r}, none of {list(BASELINES)}"
+      )
+    run_dir = pathlib.Path(self.run_dir).resolve()
+    if self.export and pathlib.Path(self.export).resolve() == run_dir:
+      raise ValueError(
+        f"export is {self.export!r}, the run's own folder; name another"
+      )
+    if supervised and self.learner.step.supervised() != self.learner.step:
+      raise ValueError(
+        "learner.step compares with a sampler or a reference, which"
+        " conversations don't have; leave its reduction, proximal, icepop,"
+        " log_gap_max, kl_weight and entropy_weight as they are by default"
       )
     for name in (
       *("steps", "batch_tokens", "checkpoint_every", "keep_checkpoints"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from arl_jax import losses
 from arl_jax.agents.harness import derive_seed
@@ -51,7 +52,22 @@ class Trainer:
     progress: Progress,
     *,
     should_stop: Callable[[], bool] = lambda: False,
+    fall_back: bool = False,
   ):
+    """Goes on from the newest commit of a resumed run.
+
+    Args:
+      config: resolved.
+      problem: what is learned.
+      run: where everything is written.
+      progress: where it is shown.
+      should_stop: asked between updates and episodes.
+      fall_back: an earlier commit will do if the newest is damaged.
+
+    Raises:
+      ValueError: the commit can't be used; says why.
+      OSError: there is no room for a commit.
+    """
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
     vocab_size = problem.renderer.tokenizer.vocab_size
@@ -69,12 +85,12 @@ class Trainer:
     # Rewards of the rollouts since the last commit.
     self._rewards: list[float] = []
     self._run_path = run.path
-    resumes = run.resumed and self._store.newest is not None
-    record = self._store.record() if resumes else {"rl": 0}
     fresh = transformer.init(self.model, jax.random.key(config.seed))
-    self.learner = self._make_learner(fresh, rl=record["rl"] > 0)
-    if resumes:
-      self._restore()
+    if run.resumed and self._store.newest is not None:
+      self._restore(fresh, fall_back=fall_back)
+    else:
+      self.learner = self._make_learner(fresh, rl=False)
+      self._store.check_room(self.learner.contents)
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
       self.model,
@@ -106,8 +122,14 @@ class Trainer:
       version=version,
     )
 
-  def _restore(self) -> None:
-    commit = self._store.restore(self.learner.contents)
+  def _restore(self, fresh: Any, *, fall_back: bool) -> None:
+    def contents(record: dict[str, Any]) -> Any:
+      self.learner = self._make_learner(fresh, rl=record["rl"] > 0)
+      return self.learner.contents
+
+    commit = self._store.restore(contents, fall_back=fall_back)
+    for message in commit.skipped:
+      logging.warning("passed over: %s", message)
     record = commit.record
     if record["rl"] > self.config.rl.steps:
       raise ValueError(
