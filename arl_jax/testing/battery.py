@@ -14,6 +14,7 @@ import numpy as np
 
 from arl_jax.testing import contract, known_losses, layout, numerics
 from arl_jax.testing.faults import Fault
+from arl_jax.testing.proximal import proximal
 from arl_jax.types import LossFn
 
 # A check raises Fault (an AssertionError) or returns what it couldn't look at.
@@ -25,6 +26,7 @@ CHECKS: dict[str, Check] = {
   "poison": contract.poison,
   "microbatches": layout.microbatches,
   "packing": layout.packing,
+  "proximal": proximal,
   "gradient": numerics.gradient,
   "extreme_ratios": numerics.extreme_ratios,
   "sign": numerics.sign,

@@ -19,6 +19,7 @@ from arl_jax.testing.cases import (
   per_token_of,
   stats_of,
   typical,
+  uniform,
 )
 from arl_jax.testing.faults import (
   ROUNDING,
@@ -56,6 +57,7 @@ def result(loss: LossFn) -> None:
         " no random numbers and reads nothing that may change.",
       )
   _check_advantage_of_rows(loss, batch)
+  _check_side_of_ratio(loss)
 
 
 def _check_stats(returned: Any) -> None:
@@ -78,6 +80,40 @@ def _check_stats(returned: Any) -> None:
       " jnp.zeros_like(logp), 0 outside the mask, will do for a loss without a"
       " ratio.",
     )
+
+
+def _check_side_of_ratio(loss: LossFn) -> None:
+  """A ratio above 1 where π > μ, below where π < μ; 1 is no ratio."""
+  for gap in (0.2, -0.2):
+    # All tokens alike: a ratio of tokens is one of their sequence too.
+    batch = uniform(logp=-1.0, behaviour_logp=-1.0 - gap)
+    for case in both_ways(loss, batch):
+      ratio = evaluate(loss, case).ratio
+      base = case.proximal_logp
+      base = case.behaviour_logp if base is None else base
+      want = np.exp(case.logp - base)
+      wrong = (ratio - 1) * np.sign(gap) < -ROUNDING[0]
+      if not wrong.any():
+        continue
+      at = tuple(int(i) for i in np.argwhere(wrong)[0])
+      known = ""
+      for value, what in (
+        (1 / want[at], "that is its inverse"),
+        (np.log(want[at]), "that is its logarithm"),
+      ):
+        if np.isclose(ratio[at], value, rtol=1e-4):
+          known = f": {what}"
+      name = "behaviour" if case.proximal_logp is None else "proximal"
+      raise Fault(
+        f"logp is {number(case.logp[at])} and {name}_logp"
+        f' {number(base[at])} at every token, but stats["ratio"] at'
+        f" {place(at)} is {number(ratio[at])}; exp(logp − {name}_logp) is"
+        f" {number(want[at])}{known}",
+        "ρ is the probability under the learner divided by that under the"
+        " policy that sampled, π/μ: above 1 where the token has become"
+        " likelier. Importance weights, bounds and logs all mean that one;"
+        " look whether the loss itself uses the inverse.",
+      )
 
 
 def _check_types(loss: LossFn, batch: Batch) -> None:

@@ -37,6 +37,8 @@ def packing(loss: LossFn) -> None:
     for batch in both_ways(loss, _packed(near)):
       _check_alone(loss, batch)
       _check_neighbour(loss, batch)
+      _check_untrained(loss, batch)
+      _check_numbering(loss, batch)
 
 
 def _packed(near: float) -> Batch:
@@ -111,6 +113,48 @@ def _check_neighbour(loss: LossFn, packed: Batch) -> None:
         f" {how}{packed.given}",
         _why_packing(loss),
       )
+
+
+def _check_untrained(loss: LossFn, packed: Batch) -> None:
+  """Untrained tokens more in a segment, where padding was."""
+  assert packed.segment_ids is not None
+  ids = np.where(packed.segment_ids == 0, 2, packed.segment_ids)
+  want = evaluate(loss, packed)
+  longer = evaluate(loss, packed.replace(segment_ids=ids))
+  found = difference(longer, want, ROUNDING, packed.mask)
+  if found is not None:
+    at = found.at
+    raise Fault(
+      f"the {found.name} at {place(at)} is {number(found.want[at])}, but"
+      f" {number(found.got[at])} if one more token of its segment is outside"
+      f" the mask{packed.given}",
+      "A segment holds prompts and tool output too, which aren't trained: how"
+      " long they are says nothing about the others. Sums, means and counts"
+      " within a segment go over its trained tokens only, as in"
+      " arl_jax.losses.ratio.segment_mean(x, mask, segment_ids) with the mask"
+      " that the loss was given, not one of ones.",
+    )
+
+
+def _check_numbering(loss: LossFn, packed: Batch) -> None:
+  """Other numbers for the same segments."""
+  new = np.array([0, 7, 3], np.int32)
+  want = evaluate(loss, packed)
+  other = evaluate(loss, packed.replace(segment_ids=new[packed.segment_ids]))
+  found = difference(other, want, ROUNDING)
+  if found is not None:
+    at = found.at
+    assert packed.segment_ids is not None
+    old = packed.segment_ids[at]
+    raise Fault(
+      f"the {found.name} at {place(at)} is {number(found.want[at])} in segment"
+      f" {old}, but {number(found.got[at])} if the same segment is numbered"
+      f" {new[old]}{packed.given}",
+      "The numbers in segment_ids only tell neighbours apart: which segment"
+      " gets which depends on the packing, 0 alone is special (padding), and"
+      " they need not be small or ascend. Compare ids with each other, never"
+      " with a constant.",
+    )
 
 
 def _why_packing(loss: LossFn) -> str:

@@ -185,8 +185,9 @@ def _first(where: np.ndarray) -> tuple[int, ...]:
 _ON_POLICY = "logp equals behaviour_logp"
 
 
-def sign(loss: LossFn) -> None:
+def sign(loss: LossFn) -> str | None:
   """On the policy, what was better than expected becomes likelier."""
+  note = None
   advantage = np.array([[1.2], [-0.8], [0.5], [-1.9]])
   logp = typical().logp
   batch = uniform(logp=0, behaviour_logp=0).replace(
@@ -203,7 +204,34 @@ def sign(loss: LossFn) -> None:
       " Divide by nothing that is 0 there; a branch of jnp.where needs a finite"
       " derivative there too, taken or not.",
     )
-    _check_direction(evaluate(loss, case).gradient, case)
+    got = evaluate(loss, case).gradient
+    if _imitates(got, advantage[:, 0]):
+      note = (
+        "raises every sampled token, by a weight that grows with the advantage"
+      )
+      continue
+    _check_direction(got, case)
+  return note
+
+
+def _imitates(got: np.ndarray, advantage: np.ndarray) -> bool:
+  """As −exp(A/β) log π does: what was worse is raised too, but less.
+
+  Args:
+    got: [B, T] gradient by logp.
+    advantage: [B], of rows.
+  """
+  raised = -got[np.argsort(advantage)]
+  least, most = raised.min(1), raised.max(1)
+  # A weight may be bounded: rows that have reached the bound are alike.
+  grows = (least[1:] >= most[:-1] * (1 - 1e-5)).all()
+  worse = raised[np.sort(advantage) < 0]
+  return bool(
+    (raised >= 0).all()
+    and worse.any()
+    and grows
+    and least[-1] > most[0] * (1 + 1e-3)
+  )
 
 
 def _check_direction(got: np.ndarray, batch: Batch) -> None:
@@ -216,7 +244,7 @@ def _check_direction(got: np.ndarray, batch: Batch) -> None:
       f" {number(batch.advantage[at])}, but the gradient by logp is"
       f" {number(got[at])}: the token is made"
       f" {'less' if got[at] > 0 else 'more'} likely{every}{batch.given}",
-      _WHY_FLIPPED if wrong.all() else _WHY_SOME,
+      _why_direction(got, wrong),
     )
   if not got[batch.advantage > 0].any():
     everywhere = "" if got.any() else ", as it is everywhere"
@@ -229,10 +257,22 @@ def _check_direction(got: np.ndarray, batch: Batch) -> None:
     )
 
 
+def _why_direction(got: np.ndarray, wrong: np.ndarray) -> str:
+  if wrong.all():
+    return _WHY_FLIPPED
+  return _WHY_IMITATES if (got < 0).all() else _WHY_SOME
+
+
 _WHY_FLIPPED = (
   "The sign is flipped. Losses are minimised: the term is *minus* the advantage"
   " times what grows with logp, so that its gradient is negative where the"
   " advantage is positive."
+)
+_WHY_IMITATES = (
+  "Every sampled token is made likelier, whatever its advantage. To imitate is"
+  " fine if what went better is imitated more, as −exp(A/β) · log π does, but"
+  " here the weight doesn't grow with the advantage: is it missing, or is it"
+  " |A| or A²?"
 )
 _WHY_SOME = (
   "Only some signs are wrong, so a factor that depends on logp is probably"

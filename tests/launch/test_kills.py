@@ -42,29 +42,6 @@ def get_config():
   return c
 """
 
-OFFLINE = """
-from arl_jax.data.sources import SourceConfig
-from arl_jax.learner import LearnerConfig, OptimizerConfig
-from arl_jax.model.config import ModelConfig
-from arl_jax.runtime.offline_config import OfflineConfig
-
-def get_config():
-  return OfflineConfig(
-    tokenizer={tokenizer!r},
-    model=ModelConfig(
-      vocab_size=1024, layers=1, width=32, head_dim=8, expert_width=32
-    ),
-    sources=({sources}),
-    steps=24,
-    batch_tokens=600,
-    learner=LearnerConfig(
-      loss={loss!r}, row_length=400, microbatch_tokens=800, microbatches=2
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-3),
-    checkpoint_every=3,
-  )
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -116,61 +93,6 @@ def corpus(folder):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-  """A token a byte, and the marks of a chat."""
-  marks = ["<|im_start|>", "<|im_end|>"]
-  keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  rest = [b for b in range(256) if b not in keep]
-  letters = [chr(b) for b in keep] + [chr(256 + i) for i in range(len(rest))]
-  level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-  level["trim_offsets"] = True
-  flags = dict.fromkeys(
-    ("single_word", "lstrip", "rstrip", "normalized"), False
-  )
-  spec = {
-    "version": "1.0",
-    "added_tokens": [
-      {"id": i, "content": mark, "special": True, **dict.fromkeys(flags, False)}
-      for i, mark in enumerate(marks)
-    ],
-    "pre_tokenizer": level,
-    "decoder": level,
-    "model": {
-      "type": "BPE",
-      "vocab": {t: i for i, t in enumerate([*marks, *letters])},
-      "merges": [],
-    },
-  }
-  template = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
-    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% endif %}"
-  )
-  path = folder / "tokenizer"
-  path.mkdir()
-  (path / "tokenizer.json").write_text(json.dumps(spec))
-  (path / "tokenizer_config.json").write_text(
-    json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
-  )
-  return path
-
-
-@pytest.fixture(scope="module")
-def chats(folder):
-  draw = random.Random(1)
-  for name, count in (("a", 30), ("b", 11)):
-    with open(folder / f"{name}.jsonl", "w") as file:
-      for i in range(count):
-        x, y = draw.randrange(100), draw.randrange(100)
-        messages = [
-          {"role": "user", "content": f"{name}{i}: {x} + {y}?"},
-          {"role": "assistant", "content": f"{x + y}"},
-        ]
-        file.write(json.dumps({"messages": messages}) + "\n")
-  return [folder / "a.jsonl", folder / "b.jsonl"]
-
-
-@pytest.fixture(scope="module")
 def loop(folder, corpus):
   config = folder / "loop.py"
   config.write_text(LOOP.format(corpus=str(corpus)))
@@ -180,14 +102,14 @@ def loop(folder, corpus):
 
 
 @pytest.fixture(scope="module")
-def sft(folder, tokenizer, chats):
+def sft(folder, tokenizer, chats, offline):
   config = folder / "sft.py"
   sources = ", ".join(
     f"SourceConfig(path={str(path)!r}, weight={weight})"
     for path, weight in zip(chats, (3.0, 1.0), strict=True)
   )
   config.write_text(
-    OFFLINE.format(tokenizer=str(tokenizer), sources=sources, loss="sft")
+    offline.format(tokenizer=str(tokenizer), sources=sources, loss="sft")
   )
   run_dir = folder / "sft"
   succeed(launch(folder, config, run_dir))
@@ -195,12 +117,12 @@ def sft(folder, tokenizer, chats):
 
 
 @pytest.fixture(scope="module")
-def replay(folder, loop):
+def replay(folder, loop, offline):
   """On the groups that the loop recorded."""
   config = folder / "replay.py"
   source = f"SourceConfig(kind='groups', path={str(loop[1] / 'groups')!r}),"
   config.write_text(
-    OFFLINE.format(tokenizer="", sources=source, loss="cispo(ratio_max=4.0)")
+    offline.format(tokenizer="", sources=source, loss="cispo(ratio_max=4.0)")
   )
   run_dir = folder / "replay"
   succeed(launch(folder, config, run_dir))

@@ -183,7 +183,7 @@ def test_frozen_agents_are_not_packed():
 def test_advantage_that_is_not_finite_is_refused(bad):
   good = _experience(_segment([1], [True]))
   worse = _experience(_segment([1], [True]), advantage=bad)
-  with pytest.raises(ValueError, match=f"experience 1 is {bad}, not finite"):
+  with pytest.raises(ValueError, match=f"experience 1 is {bad}, not within"):
     pack([good, worse], row_length=8, microbatch_rows=1)
 
 

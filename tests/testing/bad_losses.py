@@ -62,6 +62,13 @@ def good_positives_only(logp, behaviour_logp, advantage, mask):
   return good(logp, behaviour_logp, jnp.maximum(advantage, 0.0), mask)
 
 
+def good_weighted_regression(logp, behaviour_logp, advantage, mask):
+  """−exp(A/β) log π: raises what was worse than expected too, but less."""
+  advantage = _wide(advantage, logp)
+  logp, advantage = _masked(mask, logp, advantage)
+  return -jnp.exp(jnp.clip(advantage, -10.0, 10.0)) * logp, _stats(mask)
+
+
 def good_in_a_loop(logp, behaviour_logp, advantage, mask):
   """A stopped gradient where it can't be followed."""
   advantage = _wide(advantage, logp)
@@ -220,6 +227,49 @@ def ignored_segments(
 ):
   del segment_ids
   return row_ratio(logp, behaviour_logp, advantage, mask)
+
+
+def mean_over_untrained(
+  logp, behaviour_logp, advantage, mask, *, segment_ids=None
+):
+  """The mean over all tokens of a segment where trained ones are meant."""
+  advantage = _wide(advantage, logp)
+  logp, behaviour_logp, advantage = _masked(
+    mask, logp, behaviour_logp, advantage
+  )
+  every = jnp.ones(mask.shape, bool)
+  mean = segment_mean(logp - behaviour_logp, every, segment_ids)
+  return -_ratio(mean, 0.0) * advantage, _stats(mask)
+
+
+def first_segments_only(
+  logp, behaviour_logp, advantage, mask, *, segment_ids=None
+):
+  per_token, stats = good(logp, behaviour_logp, advantage, mask)
+  if segment_ids is not None:
+    per_token = jnp.where(segment_ids < 3, per_token, 0.0)
+  return per_token, stats
+
+
+def inverse_ratio(logp, behaviour_logp, advantage, mask):
+  """μ/π as the importance weight of a score."""
+  advantage = _wide(advantage, logp)
+  logp, behaviour_logp, advantage = _masked(
+    mask, logp, behaviour_logp, advantage
+  )
+  ratio = jax.lax.stop_gradient(_ratio(behaviour_logp, logp))
+  shown = jnp.where(mask.astype(bool), ratio, 0.0)
+  return -ratio * advantage * logp, {**_stats(mask), "ratio": shown}
+
+
+def logged_log_ratio(logp, behaviour_logp, advantage, mask):
+  per_token, stats = good(logp, behaviour_logp, advantage, mask)
+  logp, behaviour_logp = _masked(mask, logp, behaviour_logp)
+  return per_token, {**stats, "ratio": logp - behaviour_logp}
+
+
+def size_of_advantage(logp, behaviour_logp, advantage, mask):
+  return good(logp, behaviour_logp, jnp.abs(advantage), mask)
 
 
 def only_tokens(logp, behaviour_logp, advantage, mask):
