@@ -190,7 +190,7 @@ def test_no_whole_commit_is_an_error_that_names_all(folder):
     _restore(folder, fall_back=True)
 
 
-# Commits of something else. None of them is ever passed over.
+# Commits of something else. Only another program's is passed over, when asked.
 
 
 def _foreign(folder, message, like=None, **options):
@@ -235,13 +235,29 @@ def test_an_impossible_sharding_is_named(folder):
   )
 
 
-def test_another_programs_checkpoint_is_refused(folder):
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    (None, "no file commit.json, so it wasn't written by this program"),
+    (
+      '{"author": "someone"}',
+      "no field 'arl_jax_commit', so it wasn't written by this",
+    ),
+  ],
+)
+def test_another_programs_checkpoint_is_passed_over_only_when_asked(
+  folder, text, message
+):
   _save(folder, 1)
   with ocp.StandardCheckpointer() as other:
     other.save(folder / "2", _small())
-  _foreign(folder, "no file commit.json, so it wasn't written by this program")
-  (folder / "2" / manifest.NAME).write_text('{"author": "someone"}')
-  _foreign(folder, "no field 'arl_jax_commit', so it wasn't written by this")
+  if text is not None:
+    (folder / "2" / manifest.NAME).write_text(text)
+  with pytest.raises(ValueError, match=f"checkpoint 2 .*{message}"):
+    _restore(folder)
+  commit = _restore(folder, fall_back=True)
+  _assert_is(commit, 1)
+  assert "checkpoint 2" in commit.skipped[0]
 
 
 def test_another_programs_checkpoint_is_never_deleted(folder):

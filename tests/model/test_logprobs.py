@@ -221,3 +221,36 @@ def test_log_probs_on_many_devices_are_those_of_one(sizes, on_one, monkeypatch):
       atol=1e-5 * np.abs(b).max(),
       err_msg=jax.tree_util.keystr(path),
     )
+
+
+@pytest.mark.parametrize("sorted_first", [True, False])
+def test_scores_with_a_constant_entropy_are_the_same(sorted_first):
+  # The form without the entropy's gradient has a derivative of its own.
+  keys = jax.random.split(jax.random.key(3), 6)
+  head = jax.random.normal(keys[0], (301, 24))
+  hidden = jax.random.normal(keys[1], (3, 700, 24)) / 5
+  ids = jax.random.randint(keys[2], (3, 700), 0, 301)
+  segments = jnp.repeat(jnp.array([[1, 2]]), 350, 1).repeat(3, 0)
+  wanted = jax.random.bernoulli(keys[3], 0.4, (3, 700))
+  temperature = jax.random.uniform(keys[4], (3, 700), minval=0.5, maxval=2.0)
+  weight = jax.random.normal(keys[5], (3, 700))
+
+  def scored(differentiable):
+    def total(head, hidden):
+      logp, entropy = logprobs.from_hidden(
+        {"embed": head},
+        hidden,
+        ids,
+        segments,
+        temperature=temperature,
+        wanted=wanted if sorted_first else None,
+        entropy_gradient=differentiable,
+      )
+      return (weight * logp).sum(), (logp, entropy)
+
+    return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(
+      head, hidden
+    )
+
+  for a, b in zip(*map(jax.tree.leaves, map(scored, (1, 0))), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
