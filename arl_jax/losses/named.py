@@ -69,9 +69,7 @@ def is_supervised(loss_fn: LossFn) -> bool:
   return bare is inspect.unwrap(policy.sft)
 
 
-def _check_value(
-  value: Any, parameter: inspect.Parameter, name: str
-) -> None:
+def _check_value(value: Any, parameter: inspect.Parameter, name: str) -> None:
   """Where the default is a number, the value must be one, and finite."""
   default = parameter.default
   if isinstance(default, bool) or not isinstance(default, int | float):

@@ -252,5 +252,7 @@ def test_scores_with_a_constant_entropy_are_the_same(sorted_first):
       head, hidden
     )
 
-  for a, b in zip(*map(jax.tree.leaves, map(scored, (True, False))), strict=True):
+  for a, b in zip(
+    *map(jax.tree.leaves, map(scored, (True, False))), strict=True
+  ):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
