@@ -80,7 +80,7 @@ class OfflineConfig:
     if self.smoke:
       self.steps = min(self.steps, 3)
       self.batch_tokens = min(self.batch_tokens, 512)
-      self.learner.row_length = min(self.learner.row_length, 256)
+      self.learner.row_length = min(self.learner.row_length, 512)
       self.learner.microbatch_tokens = min(self.learner.microbatch_tokens, 512)
     self.model.validate()
     self.learner.validate("learner")
