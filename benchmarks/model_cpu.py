@@ -13,57 +13,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import app
 
 from arl_jax import model, sharding
 from arl_jax.model import moe
+from benchmarks.timing import interleaved, product
 from configs import smollm2_135m
 
-_REPEATS = 5
-_PRODUCTS = 5
 _ROWS, _LENGTH = 8, 256
-
-
-def _interleaved(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-  """Median seconds of each, measured in turns so that noise hits all alike."""
-  times: dict[str, list[float]] = {name: [] for name in runs}
-  for repeat in range(_REPEATS + 1):
-    for name, run in runs.items():
-      began = time.perf_counter()
-      jax.block_until_ready(run())
-      if repeat:
-        times[name].append(time.perf_counter() - began)
-  return {name: statistics.median(t) for name, t in times.items()}
-
-
-def _product() -> tuple[Callable[[], object], float]:
-  n = 3072
-  x = jnp.ones((n, n))
-  multiply = jax.jit(jnp.matmul)
-
-  def run():
-    # Several in a row: the first one after other work finds cold caches.
-    for _ in range(_PRODUCTS):
-      y = multiply(x, x).block_until_ready()
-    return y
-
-  return run, _PRODUCTS * 2.0 * n**3
 
 
 def _train(config) -> Callable[[], object]:
   """Forward, backward and AdamW on `_ROWS` rows of random tokens."""
   params = model.init(config, jax.random.key(0))
   tx = optax.adamw(1e-5)
-  ids = np.random.default_rng(0).integers(
-    0, config.vocab_size, (_ROWS, _LENGTH), np.int32
+  ids = jax.random.randint(
+    jax.random.key(1), (_ROWS, _LENGTH), 0, config.vocab_size
   )
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -98,6 +69,7 @@ def _peak_bytes(config, rows: int, length: int, *, naive: bool) -> int:
 
   compiled = jax.jit(jax.grad(total)).lower(shapes, ids).compile()
   memory = compiled.memory_analysis()
+  assert memory is not None
   # The gradient is a result in both.
   return memory.temp_size_in_bytes
 
@@ -147,12 +119,12 @@ def _layers(experts: int) -> dict[str, Callable[[], object]]:
 def main(argv: list[str]) -> None:
   del argv
   config = smollm2_135m.model()
-  product, flops = _product()
-  seconds = _interleaved({"product": product, "train": _train(config)})
+  multiply, flops = product()
+  seconds = interleaved({"product": multiply, "train": _train(config)})
   peak = flops / seconds["product"]
   count = sharding.parameter_count(model.specs(config))
   speed = _ROWS * _LENGTH / seconds["train"]
-  layers = _interleaved({**_layers(8), **_layers(32)})
+  layers = interleaved({**_layers(8), **_layers(32)})
   # Both forms recompute layers, so that the logits are what differs. Scanned,
   # since on a CPU XLA undoes the recomputation of layers that are written out.
   lean = dataclasses.replace(config, remat="block", scan_layers=True)
@@ -168,7 +140,7 @@ def main(argv: list[str]) -> None:
     for routing in ("even", "skewed"):
       ratio = layers[f"{routing}_{e}"] / layers[f"dense_{e}"]
       figures[f"moe_{routing}_{e}_over_dense"] = round(ratio, 2)
-  aims = {
+  aims: dict[str, list[Any]] = {
     "train_share_of_peak": [">=", 0.75],
     "logprob_memory_ratio": ["<=", 0.4],
     "moe_even_8_over_dense": ["<=", 2.5],

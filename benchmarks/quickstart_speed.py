@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app
 
-from arl_jax import losses, model, sharding
-from arl_jax.learner import packing, state, step
+from arl_jax import model, sharding
+from arl_jax.learner import Experience, Learner
 from arl_jax.rollout.engine import Engine
 from arl_jax.runtime.config import Config
 from arl_jax.types import NO_VERSION, Segment
@@ -79,25 +79,18 @@ def _segments(config: Config, vocab: int, count: int) -> list[Segment]:
 
 def _learner(config: Config, policy: model.ModelConfig) -> float:
   """Tokens a second of the RL train step."""
-  transform = state.optimizer(config.rl.optimizer)
-  train_step = step.make_train_step(
-    policy, transform, losses.cispo, config.learner.step
+  learner = Learner(
+    policy,
+    model.init(policy, jax.random.key(0)),
+    config.learner,
+    config.rl.optimizer,
   )
-  train_state = state.create(policy, transform, jax.random.key(0))
-  batch, packed = packing.pack(
-    segments := _segments(config, policy.vocab_size, 56),
-    [1.0] * len(segments),
-    row_length=config.learner.row_length,
-    microbatch_rows=config.learner.microbatch_tokens
-    // config.learner.row_length,
-  )
-
-  def run():
-    nonlocal train_state
-    train_state, metrics = train_step(train_state, batch)
-    return metrics
-
-  return packed.tokens / _seconds(run)
+  experiences = [
+    Experience(segments=(segment,), advantage=1.0)
+    for segment in _segments(config, policy.vocab_size, 64)
+  ]
+  tokens = sum(len(e.segments[0]) for e in experiences)
+  return tokens / _seconds(lambda: learner.step(experiences))
 
 
 def _decode(config: Config, policy: model.ModelConfig) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from arl_jax import types
@@ -74,8 +75,15 @@ class SourceConfig:
       raise ValueError(f"{where}.weight is {self.weight}, not > 0 and finite")
 
 
-def open_source(config: SourceConfig) -> RandomAccess:
+def open_source(
+  config: SourceConfig, *, check: Callable[[types.Group], None] | None = None
+) -> RandomAccess:
   """Opens a data set and checks what can be checked in one pass.
+
+  Args:
+    config: of the source.
+    check: raises ValueError for a group that can't be used; its line is named
+      then, at once and not when its turn comes.
 
   Raises:
     ValueError: a field of `config`, a file or a line is at fault.
@@ -87,7 +95,8 @@ def open_source(config: SourceConfig) -> RandomAccess:
 
     return TfdsSource(config.path, split=config.split, field=config.field)
   if config.kind == "groups":
-    return _Lines(JsonLines(config.path, _group, max_line=_MAX_GROUP), "groups")
+    parse = functools.partial(_group, check=check)
+    return _Lines(JsonLines(config.path, parse, max_line=_MAX_GROUP), "groups")
   lines = JsonLines(
     config.path,
     functools.partial(_conversation, field=config.field),
@@ -126,10 +135,14 @@ def _conversation(row: dict[str, Any], field: str) -> dict[str, Any]:
   return example
 
 
-def _group(row: dict[str, Any]) -> dict[str, Any]:
+def _group(
+  row: dict[str, Any], check: Callable[[types.Group], None] | None
+) -> dict[str, Any]:
   group = types.from_json(row)
   if not isinstance(group, types.Group):
     raise ValueError(
       f"field 'kind' is {type(group).__name__!r}, must be 'Group'"
     )
+  if check is not None:
+    check(group)
   return {"group": group}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from arl_jax.chat.pretrained import load_tokenizer
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.data.conversations import Refused, Segments
 from arl_jax.data.mixture import Mixture
-from arl_jax.data.sources import RandomAccess, open_source
+from arl_jax.data.sources import open_source
 from arl_jax.learner import Experience, Learner, of_group
 from arl_jax.model import add_mtp, transformer
 from arl_jax.model.config import ModelConfig
@@ -160,12 +161,11 @@ class Data:
   def __init__(self, config: OfflineConfig):
     """Opens every source. Raises ValueError for one that can't be read."""
     self._config = config
-    sources = [open_source(source) for source in config.sources]
+    check = functools.partial(_check_group, config=config)
+    sources = [open_source(source, check=check) for source in config.sources]
     weights = [source.weight for source in config.sources]
     self._mixture = Mixture(sources, weights, seed=config.seed)
     self._examples = sum(map(len, sources))
-    if config.on_groups:
-      _check_groups(config, sources)
     self.digests = {f"sources[{i}]": s.digest for i, s in enumerate(sources)}
     self.vocab_size = 0
     self.counters: dict[str, float] = {"groups_without_signal": 0.0}
@@ -233,27 +233,18 @@ def check_export(config: OfflineConfig) -> None:
     )
 
 
-def _check_groups(
-  config: OfflineConfig, sources: Sequence[RandomAccess]
-) -> None:
-  """All of them now: one that can't be trained on would stop the run there."""
-  longest = config.learner.row_length
-  for source in sources:
-    for index in range(len(source)):
-      example = source[index]
-      for episode in example["group"].episodes:
-        for segment in episode.segments:
-          if segment.trained.any() and len(segment) > longest:
-            raise ValueError(
-              f"{example['where']}: a segment of {len(segment)} tokens is"
-              f" longer than learner.row_length, {longest}"
-            )
-          largest = int(segment.ids.max(initial=0))
-          if 0 < config.model.vocab_size <= largest and not config.checkpoint:
-            raise ValueError(
-              f"{example['where']}: id {largest} is not below"
-              f" model.vocab_size, {config.model.vocab_size}"
-            )
+def _check_group(group: Group, config: OfflineConfig) -> None:
+  """Raises ValueError for one that the learner would stop at."""
+  longest, known = config.learner.row_length, config.model.vocab_size
+  for segment in (s for e in group.episodes for s in e.segments):
+    if segment.trained.any() and len(segment) > longest:
+      raise ValueError(
+        f"a segment of {len(segment)} tokens is longer than learner.row_length,"
+        f" {longest}"
+      )
+    largest = int(segment.ids.max(initial=0))
+    if largest >= known and not config.checkpoint:
+      raise ValueError(f"id {largest} is not below model.vocab_size, {known}")
 
 
 def _tokenizer_folder(config: OfflineConfig) -> str | None:

@@ -97,6 +97,10 @@ class OfflineConfig:
         f"learner.loss is {self.learner.loss!r}; conversations are trained with"
         " 'sft', recorded groups with a loss of rollouts such as 'cispo'"
       )
+    if self.on_groups and not (self.checkpoint or self.model.vocab_size):
+      raise ValueError(
+        "model.vocab_size is 0; recorded groups bring no tokenizer that knows"
+      )
     if not self.on_groups and not (self.tokenizer or self.checkpoint):
       raise ValueError("tokenizer is empty, and so is checkpoint; name one")
     if self.baseline not in BASELINES:
