@@ -3,103 +3,51 @@
 import errno
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from arl_jax.checkpoints.store import CheckpointStore
-
-
-@pytest.fixture
-def folder(tmp_path):
-  return tmp_path / "checkpoints"
-
-
-def _small(seed=0):
-  draw = np.random.default_rng(seed)
-  return {
-    "w": jnp.asarray(draw.normal(size=(16, 8)), jnp.float32),
-    "m": jnp.asarray(draw.normal(size=(16, 8)), jnp.bfloat16),
-    "step": jnp.int32(seed),
-  }
-
-
-def _save(folder, *numbers, keep=3, scores=(), **options):
-  """Commits whose state and record tell their number."""
-  store = CheckpointStore(folder, keep=keep, **options)
-  for i, number in enumerate(numbers):
-    score = scores[i] if scores else None
-    store.save(number, _small(number), {"position": number}, score=score)
-  store.close()
-
-
-def _restore(folder, like=None, *, number=None, fall_back=False, **options):
-  store = CheckpointStore(folder, keep=3, **options)
-  like = _small() if like is None else like
-  try:
-    return store.restore(like, number=number, fall_back=fall_back)
-  finally:
-    store.close()
-
-
-def _names(folder):
-  return sorted(p.name for p in folder.iterdir())
-
-
-def _assert_same_bits(one, two):
-  assert jax.tree.structure(one) == jax.tree.structure(two)
-  for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True):
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-      a, b = map(jax.random.key_data, (a, b))
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def _assert_is(commit, number):
-  assert commit.number == number
-  assert commit.record == {"position": number}
-  _assert_same_bits(commit.state, _small(number))
+from tests.checkpoints.commits import assert_is, names, restore, save, small
 
 
 def test_newest_commits_stay(folder):
-  _save(folder, 1, 2, 3, 4, keep=2)
-  assert _names(folder) == ["3", "4"]
+  save(folder, 1, 2, 3, 4, keep=2)
+  assert names(folder) == ["3", "4"]
 
 
 def test_best_commits_stay_besides(folder):
   scores = [None, 5.0, 1.0, 7.0, None, 6.0, -1.0, None]
-  _save(folder, *range(1, 9), keep=2, keep_best=2, scores=scores)
+  save(folder, *range(1, 9), keep=2, keep_best=2, scores=scores)
   # The newest two, and those with 7 and 6.
-  assert _names(folder) == ["4", "6", "7", "8"]
-  _assert_is(_restore(folder, number=4), 4)
+  assert names(folder) == ["4", "6", "7", "8"]
+  assert_is(restore(folder, number=4), 4)
 
 
 def test_of_equal_scores_the_later_is_better(folder):
-  _save(folder, 1, 2, 3, 4, keep=1, keep_best=1, scores=[2, 2, 1, 0])
-  assert _names(folder) == ["2", "4"]
+  save(folder, 1, 2, 3, 4, keep=1, keep_best=1, scores=[2, 2, 1, 0])
+  assert names(folder) == ["2", "4"]
 
 
 def test_no_score_is_never_best(folder):
-  _save(folder, 1, 2, 3, keep=1, keep_best=2, scores=[-9.0, None, None])
-  assert _names(folder) == ["1", "3"]
+  save(folder, 1, 2, 3, keep=1, keep_best=2, scores=[-9.0, None, None])
+  assert names(folder) == ["1", "3"]
 
 
 def test_commits_given_up_by_a_restore_make_way(folder):
-  _save(folder, 1, 2, 3)
+  save(folder, 1, 2, 3)
   store = CheckpointStore(folder, keep=3)
-  store.restore(_small(), number=1)
-  store.save(1, _small(9), {"position": 9})  # There already, nothing changes.
+  store.restore(small(), number=1)
+  store.save(1, small(9), {"position": 9})  # There already, nothing changes.
   store.close()
-  assert _names(folder) == ["1", "2", "3"]
+  assert names(folder) == ["1", "2", "3"]
 
   store = CheckpointStore(folder, keep=3)
-  store.restore(_small(), number=1)
-  store.save(2, _small(20), {"position": 20})
+  store.restore(small(), number=1)
+  store.save(2, small(20), {"position": 20})
   store.close()
-  assert _names(folder) == ["1", "2"]
-  assert _restore(folder).record == {"position": 20}
+  assert names(folder) == ["1", "2"]
+  assert restore(folder).record == {"position": 20}
 
 
 def test_a_quota_takes_the_oldest_first(folder):
@@ -124,7 +72,7 @@ def test_a_quota_takes_the_oldest_first(folder):
   ) as caught:
     store.save(6, state, {})
   assert caught.value.errno == errno.EDQUOT
-  assert _names(folder) == ["2", "4", "5"]
+  assert names(folder) == ["2", "4", "5"]
   # Were the newest damaged, the one before would have to stay.
   (folder / "5" / "queue.json").write_bytes(b"")
   store.close()
@@ -135,15 +83,15 @@ def test_a_quota_takes_the_oldest_first(folder):
 
 
 def test_a_full_disk_is_found_beforehand(folder, monkeypatch):
-  _save(folder, 1)
+  save(folder, 1)
   store = CheckpointStore(folder, keep=1)
   with monkeypatch.context() as patch:
     usage = shutil.disk_usage(folder)._replace(free=1000)
     patch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(OSError, match=r"disk full \(1000 bytes free") as caught:
-      store.save(2, _small(2), {})
+      store.save(2, small(2), {})
   assert caught.value.errno == errno.ENOSPC
-  assert _names(folder) == ["1"]
-  store.save(2, _small(2), {"position": 2})
+  assert names(folder) == ["1"]
+  store.save(2, small(2), {"position": 2})
   store.close()
-  _assert_is(_restore(folder), 2)
+  assert_is(restore(folder), 2)

@@ -1,6 +1,5 @@
 import ctypes
 import errno
-import gc
 import os
 import random
 import signal
@@ -20,6 +19,15 @@ from arl_jax import types
 from arl_jax.checkpoints import manifest, state_files
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.model import ModelConfig, transformer
+from tests.checkpoints.commits import (
+  NOISY,
+  assert_is,
+  assert_same_bits,
+  names,
+  restore,
+  save,
+  small,
+)
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -30,34 +38,6 @@ CONFIG = ModelConfig(
   expert_width=16,
   mtp_heads=0,
 )
-
-
-@pytest.fixture
-def orbax_noise():
-  """Orbax's tasks end with exceptions that nobody collects; here they do."""
-  yield
-  gc.collect()
-
-
-# For tests in which what orbax reads or writes isn't right.
-_NOISY = pytest.mark.filterwarnings(
-  "ignore::pytest.PytestUnraisableExceptionWarning",
-  "ignore::pytest.PytestUnhandledThreadExceptionWarning",
-)
-
-
-@pytest.fixture
-def folder(tmp_path):
-  return tmp_path / "checkpoints"
-
-
-def _small(seed=0):
-  draw = np.random.default_rng(seed)
-  return {
-    "w": jnp.asarray(draw.normal(size=(16, 8)), jnp.float32),
-    "m": jnp.asarray(draw.normal(size=(16, 8)), jnp.bfloat16),
-    "step": jnp.int32(seed),
-  }
 
 
 def _trained(seed):
@@ -93,44 +73,6 @@ def _group(group_id="1/q"):
   return types.Group(group_id=group_id, task=task, episodes=(episode,))
 
 
-def _save(folder, *numbers, keep=3, scores=(), **options):
-  """Commits whose state and record tell their number."""
-  store = CheckpointStore(folder, keep=keep, **options)
-  for i, number in enumerate(numbers):
-    score = scores[i] if scores else None
-    store.save(number, _small(number), {"position": number}, score=score)
-  store.close()
-
-
-def _restore(folder, like=None, *, number=None, fall_back=False, **options):
-  store = CheckpointStore(folder, keep=3, **options)
-  like = _small() if like is None else like
-  try:
-    return store.restore(like, number=number, fall_back=fall_back)
-  finally:
-    store.close()
-
-
-def _names(folder):
-  return sorted(p.name for p in folder.iterdir())
-
-
-def _assert_same_bits(one, two):
-  assert jax.tree.structure(one) == jax.tree.structure(two)
-  for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True):
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-      a, b = map(jax.random.key_data, (a, b))
-    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def _assert_is(commit, number):
-  assert commit.number == number
-  assert commit.record == {"position": number}
-  _assert_same_bits(commit.state, _small(number))
-
-
 # What a commit holds.
 
 
@@ -149,7 +91,7 @@ def test_a_commit_holds_state_record_queue_and_lineage(folder):
   commit = store.restore(_trained(1))
   store.close()
   assert (commit.number, commit.record, commit.skipped) == (5, record, ())
-  _assert_same_bits(commit.state, state)
+  assert_same_bits(commit.state, state)
   assert [types.to_json(g) for g in commit.queue] == [
     types.to_json(g) for g in queue
   ]
@@ -170,7 +112,7 @@ def test_any_pytree_comes_back_as_it_was(folder):
   store.save(1, state, {})
   commit = store.restore(jax.tree.map(lambda x: x, state))
   store.close()
-  _assert_same_bits(commit.state, state)
+  assert_same_bits(commit.state, state)
   for a, b in zip(*map(jax.tree.leaves, (commit.state, state)), strict=True):
     assert type(a) is type(b)
 
@@ -178,51 +120,51 @@ def test_any_pytree_comes_back_as_it_was(folder):
 def test_lineage_grows_with_every_restore(folder):
   store = CheckpointStore(folder, keep=3)
   (first,) = store.lineage
-  store.save(1, _small(), {})
+  store.save(1, small(), {})
   store.close()
 
   store = CheckpointStore(folder, keep=3)
-  commit = store.restore(_small())
+  commit = store.restore(small())
   assert commit.lineage == (first,)
   assert store.lineage[0] == first
   second = store.lineage[1]
-  store.save(2, _small(), {})
+  store.save(2, small(), {})
   # A roll-back within one process is a new run as well.
-  store.restore(_small(), number=1)
+  store.restore(small(), number=1)
   assert store.lineage[0] == first
   assert len({*store.lineage, second}) == 3
   store.close()
-  assert _restore(folder).lineage == (first, second)
+  assert restore(folder).lineage == (first, second)
 
 
 def test_like_may_depend_on_the_record(folder):
-  _save(folder, 4)
+  save(folder, 4)
   seen = []
 
   def like(record):
     seen.append(record)
-    return _small()
+    return small()
 
-  _assert_is(_restore(folder, like), 4)
+  assert_is(restore(folder, like), 4)
   assert seen == [{"position": 4}]
 
 
 def test_numbers_are_ordered_as_numbers(folder):
-  _save(folder, 9, 10)
-  _assert_is(_restore(folder), 10)
-  _assert_is(_restore(folder, number=9), 9)
+  save(folder, 9, 10)
+  assert_is(restore(folder), 10)
+  assert_is(restore(folder, number=9), 9)
 
 
 def test_folder_without_the_commit_is_named(folder):
   store = CheckpointStore(folder, keep=1)
   assert store.newest is None
   assert store.numbers == []
-  for read in (store.record, lambda: store.restore(_small())):
+  for read in (store.record, lambda: store.restore(small())):
     with pytest.raises(ValueError, match=r"checkpoints holds no checkpoint$"):
       read()
-  store.save(3, _small(), {}, wait=True)
+  store.save(3, small(), {}, wait=True)
   with pytest.raises(ValueError, match="holds no checkpoint 2, only 3"):
-    store.restore(_small(), number=2)
+    store.restore(small(), number=2)
   store.close()
 
 
@@ -244,17 +186,17 @@ def test_wrong_arguments_are_named(folder, arguments, message):
 def test_what_cannot_be_saved_writes_nothing(folder):
   store = CheckpointStore(folder, keep=1)
   with pytest.raises(ValueError, match="record must hold JSON values"):
-    store.save(1, _small(), {"x": object()})
+    store.save(1, small(), {"x": object()})
   with pytest.raises(ValueError, match="score is nan, must be finite"):
-    store.save(1, _small(), {}, score=float("nan"))
+    store.save(1, small(), {}, score=float("nan"))
   with pytest.raises(ValueError, match="number is -1, must be at least 0"):
-    store.save(-1, _small(), {})
-  assert _names(folder) == []
-  store.save(5, _small(), {})
+    store.save(-1, small(), {})
+  assert names(folder) == []
+  store.save(5, small(), {})
   with pytest.raises(ValueError, match="number is 4, must be above 5"):
-    store.save(4, _small(), {})
+    store.save(4, small(), {})
   store.close()
-  assert _names(folder) == ["5"]
+  assert names(folder) == ["5"]
 
 
 # Asynchronous.
@@ -277,15 +219,15 @@ def blocked(monkeypatch):
 
 def test_save_returns_before_it_is_written(folder, blocked):
   store = CheckpointStore(folder, keep=1)
-  store.save(1, _small(1), {"position": 1})
+  store.save(1, small(1), {"position": 1})
   assert store.newest is None
   blocked.set()
   store.wait()
   assert store.newest == 1
-  store.save(2, _small(2), {"position": 2}, wait=True)
+  store.save(2, small(2), {"position": 2}, wait=True)
   assert store.newest == 2
   store.close()
-  _assert_is(_restore(folder), 2)
+  assert_is(restore(folder), 2)
 
 
 def _large(sharded):
@@ -329,7 +271,7 @@ def test_a_donated_state_is_stored_as_it_was(folder, sharded, slow_writers):
   slow_writers.set()
   commit = store.restore(expected)
   store.close()
-  _assert_same_bits(commit.state, expected)
+  assert_same_bits(commit.state, expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -344,13 +286,13 @@ def test_no_memory_of_the_state_is_shared(folder, sharded, slow_writers):
   slow_writers.set()
   commit = store.restore(expected)
   store.close()
-  _assert_same_bits(commit.state, expected)
+  assert_same_bits(commit.state, expected)
 
 
 def test_one_copy_is_held_and_placed_as_the_state():
   state = _large(sharded=True) | {"key": jax.random.key(1)}
   held = state_files.held(state)
-  _assert_same_bits(held, state)
+  assert_same_bits(held, state)
   for name in ("x", "y", "key"):
     assert held[name].sharding == state[name].sharding
   # Orbax copies host arrays by itself.
@@ -359,23 +301,23 @@ def test_one_copy_is_held_and_placed_as_the_state():
 
 @pytest.mark.parametrize("where", ["save", "wait", "close", "restore"])
 def test_an_error_in_the_background_comes_out(folder, where, monkeypatch):
-  _save(folder, 1)
+  save(folder, 1)
   store = CheckpointStore(folder, keep=1)
   full = OSError(errno.ENOSPC, "No space left on device")
   with monkeypatch.context() as patch:
 
     def fail(*_):
       # An old commit outlives the failure of the new one.
-      assert _names(folder) == ["1", "2.partial"]
+      assert names(folder) == ["1", "2.partial"]
       raise full
 
     patch.setattr(manifest, "seal", fail)
-    store.save(2, _small(2), {"position": 2})
+    store.save(2, small(2), {"position": 2})
     calls = {
-      "save": lambda: store.save(3, _small(), {}),
+      "save": lambda: store.save(3, small(), {}),
       "wait": store.wait,
       "close": store.close,
-      "restore": lambda: store.restore(_small()),
+      "restore": lambda: store.restore(small()),
     }
     with pytest.raises(
       OSError, match=r"write checkpoint 2 in .*full"
@@ -383,23 +325,23 @@ def test_an_error_in_the_background_comes_out(folder, where, monkeypatch):
       calls[where]()
   assert caught.value.errno == errno.ENOSPC
   assert str(folder) in str(caught.value)
-  assert _names(folder) == ["1"]
+  assert names(folder) == ["1"]
   if where != "close":
     store.wait()  # It is told once.
-    store.save(2, _small(2), {"position": 2})
+    store.save(2, small(2), {"position": 2})
     store.close()
-    _assert_is(_restore(folder), 2)
+    assert_is(restore(folder), 2)
 
 
-@_NOISY
+@NOISY
 @pytest.mark.usefixtures("orbax_noise")
 def test_what_orbax_cannot_write_is_an_error(folder):
-  _save(folder, 1)
+  save(folder, 1)
   store = CheckpointStore(folder, keep=1)
   with pytest.raises(OSError, match=r"write checkpoint 2 .*uint4"):
     store.save(2, {"x": jnp.zeros(3, jnp.uint4)}, {}, wait=True)
   store.close()
-  assert _names(folder) == ["1"]
+  assert names(folder) == ["1"]
 
 
 # Atomic.
@@ -442,7 +384,7 @@ def test_kill_leaves_only_whole_commits(folder):
       child.stdout.close()
     # Opening it sweeps what was being written or deleted.
     store = CheckpointStore(folder, keep=2, keep_best=1)
-    assert _names(folder) == sorted(map(str, store.numbers))
+    assert names(folder) == sorted(map(str, store.numbers))
     # All but the last save had begun to be deleted only after a newer one.
     assert len(store.numbers) >= min(2, store.newest)
     assert store.newest >= last
@@ -458,22 +400,22 @@ def test_kill_leaves_only_whole_commits(folder):
 
 
 def test_leftovers_are_swept_and_other_files_stay(folder):
-  _save(folder, 1)
+  save(folder, 1)
   for name in ("2.partial", "3.deleted", "notes", "x.partial"):
     (folder / name / "state").mkdir(parents=True)
-  _save(folder, 2)
-  assert _names(folder) == ["1", "2", "notes", "x.partial"]
+  save(folder, 2)
+  assert names(folder) == ["1", "2", "notes", "x.partial"]
 
 
 def test_a_number_is_written_once(folder):
-  _save(folder, 1)
+  save(folder, 1)
   store = CheckpointStore(folder, keep=3)
-  store.save(1, _small(8), {"position": 8})
-  store.save(2, _small(2), {"position": 2})
-  store.save(2, _small(9), {"position": 9})  # While that is being written.
+  store.save(1, small(8), {"position": 8})
+  store.save(2, small(2), {"position": 2})
+  store.save(2, small(9), {"position": 9})  # While that is being written.
   store.close()
-  _assert_is(_restore(folder, number=1), 1)
-  _assert_is(_restore(folder), 2)
+  assert_is(restore(folder, number=1), 1)
+  assert_is(restore(folder), 2)
 
 
 # Meshes.
@@ -511,7 +453,7 @@ def test_a_state_moves_to_another_mesh(folder, abstract):
         wanted,
       )
     state = store.restore(like).state
-    _assert_same_bits(state, wanted)
+    assert_same_bits(state, wanted)
     for name, x in state.items():
       assert x.sharding == wanted[name].sharding
   store.close()

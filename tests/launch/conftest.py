@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+from tests.data import toy_chat
+
 _OFFLINE = """
 from arl_jax.data.sources import SourceConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig
@@ -37,40 +39,9 @@ def offline():
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-  """A token a byte, and the marks of a chat."""
-  marks = ["<|im_start|>", "<|im_end|>"]
-  keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  rest = [b for b in range(256) if b not in keep]
-  letters = [chr(b) for b in keep] + [chr(256 + i) for i in range(len(rest))]
-  level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-  level["trim_offsets"] = True
-  flags = dict.fromkeys(
-    ("single_word", "lstrip", "rstrip", "normalized"), False
-  )
-  spec = {
-    "version": "1.0",
-    "added_tokens": [
-      {"id": i, "content": mark, "special": True, **dict.fromkeys(flags, False)}
-      for i, mark in enumerate(marks)
-    ],
-    "pre_tokenizer": level,
-    "decoder": level,
-    "model": {
-      "type": "BPE",
-      "vocab": {t: i for i, t in enumerate([*marks, *letters])},
-      "merges": [],
-    },
-  }
-  template = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
-    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% endif %}"
-  )
+  """Folder of a tokenizer of bytes with a chat template."""
   path = tmp_path_factory.mktemp("tokenizer")
-  (path / "tokenizer.json").write_text(json.dumps(spec))
-  (path / "tokenizer_config.json").write_text(
-    json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
-  )
+  toy_chat.tokenizer(path)
   return path
 
 

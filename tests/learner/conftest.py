@@ -206,3 +206,13 @@ def assert_same_update():
       )
 
   return check
+
+
+@pytest.fixture(scope="module")
+def model(models):
+  return models["dense"]
+
+
+@pytest.fixture(scope="module")
+def params(model, params_of):
+  return params_of(model)

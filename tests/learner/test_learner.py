@@ -13,16 +13,6 @@ from arl_jax.sharding import MeshConfig
 
 
 @pytest.fixture(scope="module")
-def model(models):
-  return models["dense"]
-
-
-@pytest.fixture(scope="module")
-def params(model, params_of):
-  return params_of(model)
-
-
-@pytest.fixture(scope="module")
 def plain(model, learner_of):
   """() -> one learner of the default loss, as it was made."""
   learner = learner_of(model)

@@ -13,16 +13,6 @@ from arl_jax.model import token_logprobs
 
 
 @pytest.fixture(scope="module")
-def model(models):
-  return models["dense"]
-
-
-@pytest.fixture(scope="module")
-def params(model, params_of):
-  return params_of(model)
-
-
-@pytest.fixture(scope="module")
 def logp(model, experiences):
   """Parameters -> log-probs of all trained tokens, in order."""
   segments = [s for e in experiences for s in e.segments]
