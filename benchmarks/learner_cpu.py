@@ -28,6 +28,7 @@ from arl_jax.learner import (
   LearnerConfig,
   OptimizerConfig,
 )
+from arl_jax.runtime.host_memory import keep_freed_memory
 from arl_jax.types import NO_VERSION, Role, Segment
 from benchmarks.timing import interleaved, product
 from configs import smollm2_135m
@@ -98,6 +99,7 @@ def _torch(config) -> dict[str, Callable[[], object]]:
 
 def main(argv: list[str]) -> None:
   del argv
+  keep_freed_memory()
   config = smollm2_135m.model()
   multiply, flops = product()
   seconds = interleaved(

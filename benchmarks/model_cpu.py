@@ -23,6 +23,7 @@ from absl import app
 
 from arl_jax import model, sharding
 from arl_jax.model import moe
+from arl_jax.runtime.host_memory import keep_freed_memory
 from benchmarks.timing import interleaved, product
 from configs import smollm2_135m
 
@@ -118,6 +119,7 @@ def _layers(experts: int) -> dict[str, Callable[[], object]]:
 
 def main(argv: list[str]) -> None:
   del argv
+  keep_freed_memory()
   config = smollm2_135m.model()
   multiply, flops = product()
   seconds = interleaved({"product": multiply, "train": _train(config)})

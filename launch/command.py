@@ -12,6 +12,7 @@ from absl import app, flags, logging
 
 from arl_jax.runtime.actor import Interrupted
 from arl_jax.runtime.config import explain_field
+from arl_jax.runtime.host_memory import keep_freed_memory
 
 
 def run(
@@ -25,6 +26,7 @@ def run(
     default: file that --config names if it isn't given. As the flag's own
       default it would be read, with the flags below it, on import.
   """
+  keep_freed_memory()
   logging.set_verbosity(logging.WARNING)
   app.run(
     functools.partial(_guarded, main),

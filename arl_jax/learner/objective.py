@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from arl_jax import losses
+from arl_jax import losses, sharding
 from arl_jax.learner import statistics
 from arl_jax.learner.packing import TokenBatch
 from arl_jax.losses.reduction import REDUCTIONS
 from arl_jax.model import logprobs, mtp, transformer
 from arl_jax.model.config import ModelConfig
+from arl_jax.model.fused import fuse
 from arl_jax.model.rope import segment_positions
 from arl_jax.types import LossFn
 
@@ -109,7 +110,14 @@ class StepConfig:
 
 
 def as_computed(params: Any, dtype: str) -> Any:
-  """Parameters in the compute dtype, but for biases that decide by little."""
+  """Parameters in the compute dtype, but for biases that decide by little.
+
+  On a CPU, projections of one input are one matrix.
+  """
+  mesh = sharding.ambient_mesh()
+  whole = mesh is None or mesh.size == 1
+  if whole and sharding.platform() == "cpu":
+    params = fuse(params)
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x if path[-1].key == "choice_bias" else x.astype(dtype),
     params,

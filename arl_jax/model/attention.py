@@ -66,10 +66,16 @@ def project(
   params: Any, config: ModelConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Queries [B, H, T, k], keys and values [B, G, T, k] of x [B, T, D]."""
+  if "qkv" in params:
+    first = config.heads * config.head_dim
+    second = first + config.kv_heads * config.head_dim
+    q, k, v = jnp.split(linear(params, "qkv", x), (first, second), -1)
+  else:
+    q, k, v = (linear(params, name, x) for name in ("q", "k", "v"))
   heads = (*x.shape[:2], -1)
-  q = linear(params, "q", x).reshape(*heads, config.head_dim)
-  k = linear(params, "k", x).reshape(*heads, config.head_dim)
-  v = linear(params, "v", x).reshape(*heads, config.values)
+  q = q.reshape(*heads, config.head_dim)
+  k = k.reshape(*heads, config.head_dim)
+  v = v.reshape(*heads, config.values)
   if config.qk_norm:
     q = rms_norm(q, params["q_norm"], config.norm_eps)
     k = rms_norm(k, params["k_norm"], config.norm_eps)

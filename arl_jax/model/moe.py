@@ -72,8 +72,11 @@ def swiglu(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def feed_forward(params: Any, config: ModelConfig, x: jax.Array) -> jax.Array:
   """down(swiglu(gate x, up x)) of every token."""
-  hidden = swiglu(config, x @ params["gate"], x @ params["up"])
-  return hidden @ params["down"]
+  if "gate_up" in params:
+    gate, up = jnp.split(x @ params["gate_up"], 2, -1)
+  else:
+    gate, up = x @ params["gate"], x @ params["up"]
+  return swiglu(config, gate, up) @ params["down"]
 
 
 def apply(
