@@ -309,13 +309,23 @@ class Sample:
     ids: [n] int32; the stop token, if one was sampled, included.
     logp: [n] float32, nats, behaviour log-probs.
     versions: [n] int32, policy version of each.
-    stopped: True on a stop token, False if `max_tokens` cut it.
+    stopped: True on a stop token or stop string, False if `max_tokens` cut it.
+    sampled_logp: [n] float32, nats, of the distribution drawn from; that is
+      another one where tokens were filtered. None if unrecorded.
+    experts: [n, L_moe, K] int32 chosen experts; None if unrecorded.
+    cache_versions: [n] int32, oldest version that computed any cache entry that
+      the token was conditioned on; None if unrecorded.
+    finish: "stop_id", "stop_string" or "length"; None if unrecorded.
   """
 
   ids: np.ndarray
   logp: np.ndarray
   versions: np.ndarray
   stopped: bool
+  sampled_logp: np.ndarray | None = None
+  experts: np.ndarray | None = None
+  cache_versions: np.ndarray | None = None
+  finish: str | None = None
 
 
 @runtime_checkable

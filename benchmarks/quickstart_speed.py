@@ -22,6 +22,7 @@ from absl import app
 from arl_jax import model, sharding
 from arl_jax.learner import Experience, Learner
 from arl_jax.rollout.engine import Engine
+from arl_jax.rollout.request import Sampling
 from arl_jax.runtime.config import Config
 from arl_jax.types import NO_VERSION, Segment
 
@@ -96,27 +97,30 @@ def _learner(config: Config, policy: model.ModelConfig) -> float:
 def _decode(config: Config, policy: model.ModelConfig) -> tuple[float, float]:
   """Tokens a second with every slot busy, and bytes a step must move."""
   params = model.init(policy, jax.random.key(0))
-  length = config.agent.token_budget
-  engine = Engine(policy, params, config.engine, max_length=length)
-  slots = config.engine.max_concurrent_decodes
-  rows, chunk = config.engine.prefill_rows, config.engine.prefill_chunk
+  engine = Engine(
+    policy, config.engine, max_length=config.agent.token_budget + 1
+  )
+  slots, chunk = engine.slots, engine.prefill_chunk
+  placed, state = engine.place(params), engine.init_decode_state()
+  rows = engine.prefill_rows
   for first in range(0, slots, rows):
-    ids = list(range(chunk))
-    engine.prefill(dict.fromkeys(range(first, first + rows), (0, ids)))
+    row = (0, list(range(chunk)))
+    state = engine.extend(
+      placed, state, dict.fromkeys(range(first, first + rows), row)
+    )
   for slot in range(slots):
-    engine.insert(slot, limit=1 << 30, stop_ids=(), seed=slot, temperature=1.0)
+    state = engine.start(state, slot, Sampling(max_tokens=1 << 30, seed=slot))
+  held = [state]
 
   def run():
     # The cache is never left: every repeat starts after the same prompt.
-    engine.state = engine.state.replace(
-      length=jnp.full(slots, chunk, jnp.int32)
-    )
-    return engine.generate().tokens
+    length = jnp.full(slots, chunk, jnp.int32)
+    held[0], result = engine.generate(placed, held[0].replace(length=length))
+    return result.tokens
 
   tokens = slots * config.engine.decode_steps
   weights = sum(x.nbytes for x in jax.tree.leaves(params))
-  cache = sum(x.nbytes for x in jax.tree.leaves(engine.state.cache))
-  return tokens / _seconds(run), float(weights + cache)
+  return tokens / _seconds(run), float(weights + slots * engine.bytes_per_slot)
 
 
 def main(argv: list[str]) -> None:

@@ -49,9 +49,16 @@ class Context:
   exactly what the token was conditioned on.
   """
 
-  def __init__(self, *, agent: str = "main", temperature: float = 1.0):
+  def __init__(
+    self,
+    *,
+    agent: str = "main",
+    temperature: float = 1.0,
+    record_experts: bool = False,
+  ):
     self._agent = agent
     self._temperature = temperature
+    self._record_experts = record_experts
     self._pieces: list[Piece] = []
     self._segments: list[Segment] = []
     self._reason = "start"
@@ -129,5 +136,22 @@ class Context:
         reason=self._reason,
         agent=self._agent,
         temperature=self._temperature,
+        experts=self._experts(total) if self._record_experts else None,
       )
     )
+
+  def _experts(self, total: int) -> np.ndarray | None:
+    """[T, MoE layers, K] int32, -1 where none were recorded.
+
+    What was sampled before a rewrite is read anew, and routed anew, after it.
+    """
+    experts = None
+    at = 0
+    for piece in self._pieces:
+      found = piece.sample.experts if piece.sample and piece.fresh else None
+      if found is not None:
+        if experts is None:
+          experts = np.full((total, *found.shape[1:]), -1, np.int32)
+        experts[at : at + len(piece.ids)] = found
+      at += len(piece.ids)
+    return experts

@@ -41,6 +41,8 @@ class AgentConfig:
     nudge_mode: "append" keeps it in the context; "vanish" takes it out after
       the turn, which begins a new segment, as published.
     temperature: of sampling, > 0.
+    record_experts: segments keep the experts that sampled tokens went through,
+      and the learner takes them again (router replay, Composer 2).
   """
 
   token_budget: int = 320
@@ -52,6 +54,7 @@ class AgentConfig:
   nudge: str = "prune or answer"
   nudge_mode: str = "append"
   temperature: float = 1.0
+  record_experts: bool = False
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
@@ -130,7 +133,9 @@ class _Run:
     self._index: int = index
     self._seed: int = seed
     self._training: bool = training
-    self._context = Context(temperature=config.temperature)
+    self._context = Context(
+      temperature=config.temperature, record_experts=config.record_experts
+    )
     self._events: list[Event] = []
     self._turn = 0
     self.session = f"{task.task_id}/{index}/{seed}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,9 @@ _MASKED = -1e30
 # Queries that meet their keys at once in whole rows, and the most such blocks
 # that are written out.
 _QUERY_BLOCK, _QUERY_BLOCKS = 128, 32
+
+# Queries of a group up to which keys come first in the product with them.
+_FEW_QUERIES = 16
 
 # Longer rows recompute their scores in the backward pass.
 _SCORES_HELD = 2048
@@ -55,9 +58,31 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return (wide * scale).astype(x.dtype)
 
 
+def product(params: Any, name: str, x: jax.Array) -> jax.Array:
+  """X [..., D] times a matrix, also one that is kept by its rows.
+
+  `<name>_rows` is the transposed matrix [N, D]. With few rows of x, as in
+  decoding, XLA's product on a CPU is faster when the matrix comes first.
+  """
+  if name in params:
+    return x @ params[name]
+  return rows_product(params[f"{name}_rows"], x)
+
+
+def rows_product(rows: jax.Array, x: jax.Array, dtype: Any = None) -> jax.Array:
+  """X [..., D] times the transpose of rows [N, D], which come first."""
+  flat = x.reshape(-1, x.shape[-1])
+  y = jax.lax.dot_general(
+    rows, flat, (((1,), (1,)), ((), ())), preferred_element_type=dtype
+  )
+  # Else XLA makes the transposed product one of the other order.
+  y = jax.lax.optimization_barrier(y)
+  return y.T.reshape(*x.shape[:-1], -1)
+
+
 def linear(params: Any, name: str, x: jax.Array) -> jax.Array:
   """X times a matrix, plus its bias where there is one."""
-  y = x @ params[name]
+  y = product(params, name, x)
   bias = params.get(f"{name}_bias")
   return y if bias is None else y + bias
 
@@ -66,7 +91,7 @@ def project(
   params: Any, config: ModelConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Queries [B, H, T, k], keys and values [B, G, T, k] of x [B, T, D]."""
-  if "qkv" in params:
+  if "qkv" in params or "qkv_rows" in params:
     first = config.heads * config.head_dim
     second = first + config.kv_heads * config.head_dim
     q, k, v = jnp.split(linear(params, "qkv", x), (first, second), -1)
@@ -104,11 +129,11 @@ def attend_cached(
   params: Any,
   config: ModelConfig,
   q: jax.Array,
-  cache: Mapping[str, jax.Array],
+  cache: Mapping[str, Sequence[jax.Array]],
   visible: jax.Array,
 ) -> jax.Array:
-  """Attention of new tokens to a cache, [S, H, T, value dim]."""
-  return attend(
+  """Attention of new tokens to the blocks of a cache, [S, H, T, value dim]."""
+  return attend_blocks(
     q,
     cache["k"],
     cache["v"],
@@ -145,14 +170,26 @@ def attend(
   Returns:
     [B, H, T, n]; some finite value for a query that sees nothing.
   """
+  return attend_blocks(q, [k], [v], visible, scale=scale, sinks=sinks)
+
+
+def attend_blocks(
+  q: jax.Array,
+  keys: Sequence[jax.Array],
+  values: Sequence[jax.Array],
+  visible: jax.Array,
+  *,
+  scale: float,
+  sinks: jax.Array | None = None,
+) -> jax.Array:
+  """`attend` where keys and values lie in blocks along U."""
   b, h, t, dim = q.shape
-  groups, u = k.shape[1:3]
+  groups = keys[0].shape[1]
   each = h // groups
   q = (q * scale).reshape(b, groups, each * t, dim)
-  scores = jnp.einsum(
-    "bgtk,bguk->bgtu", q, k, preferred_element_type=jnp.float32
-  )
-  scores = scores.reshape(b, groups, each, t, u)
+  parts = [_scores(q, k) for k in keys]
+  scores = jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+  scores = scores.reshape(b, groups, each, t, -1)
   scores += jnp.where(visible, 0.0, _MASKED)[:, None, None]
   # Normalised after the product with v: one pass less over the scores.
   top = scores.max(-1, keepdims=True)
@@ -164,12 +201,31 @@ def attend(
   total = weights.sum(-1, keepdims=True)
   if sinks is not None:
     total += jnp.exp(sink - top)
-  flat = weights.reshape(b, groups, each * t, u).astype(v.dtype)
-  out = jnp.einsum(
-    "bgtu,bguk->bgtk", flat, v, preferred_element_type=jnp.float32
-  )
+  dtype = values[0].dtype
+  flat = weights.reshape(b, groups, each * t, -1).astype(dtype)
+  out, first = jnp.zeros(()), 0
+  for v in values:
+    part = flat[..., first : first + v.shape[2]]
+    first += v.shape[2]
+    out = out + jnp.einsum(
+      "bgtu,bguk->bgtk", part, v, preferred_element_type=jnp.float32
+    )
   out = out.reshape(b, groups, each, t, -1) / total
-  return out.reshape(b, h, t, -1).astype(v.dtype)
+  return out.reshape(b, h, t, -1).astype(dtype)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+  """[B, G, T, U] float32 of q [B, G, T, k] and k [B, G, U, k]."""
+  if q.shape[2] > _FEW_QUERIES or sharding.platform() != "cpu":
+    return jnp.einsum(
+      "bgtk,bguk->bgtu", q, k, preferred_element_type=jnp.float32
+    )
+  # With the long operand first: the other order takes CPUs five times as long.
+  turned = jnp.einsum(
+    "bguk,bgtk->bgut", k, q, preferred_element_type=jnp.float32
+  )
+  # As in `rows_product`.
+  return jax.lax.optimization_barrier(turned).swapaxes(2, 3)
 
 
 def attend_packed(

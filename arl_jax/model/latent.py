@@ -8,7 +8,7 @@ numbers a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,15 +108,15 @@ def attend_cached(
   params: Any,
   config: ModelConfig,
   q: jax.Array,
-  cache: Mapping[str, jax.Array],
+  cache: Mapping[str, Sequence[jax.Array]],
   visible: jax.Array,
 ) -> jax.Array:
-  """Attention of new tokens to a cache, [S, H, T, value dim]."""
+  """Attention of new tokens to the blocks of a cache, [S, H, T, value dim]."""
   keys = cache["latent"]
-  mixed = attention.attend(
+  mixed = attention.attend_blocks(
     q,
     keys,
-    keys[..., : config.latent_rank],
+    [k[..., : config.latent_rank] for k in keys],
     visible,
     scale=attention.score_scale(config),
   )

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from arl_jax import sharding
 from arl_jax.model import dispatch, router
-from arl_jax.model.attention import rms_norm
+from arl_jax.model.attention import product, rms_norm
 from arl_jax.model.config import ModelConfig
 from arl_jax.model.grouped import grouped_matmul
 from arl_jax.sharding import Spec
@@ -72,11 +72,11 @@ def swiglu(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def feed_forward(params: Any, config: ModelConfig, x: jax.Array) -> jax.Array:
   """down(swiglu(gate x, up x)) of every token."""
-  if "gate_up" in params:
-    gate, up = jnp.split(x @ params["gate_up"], 2, -1)
-  else:
+  if "gate" in params:
     gate, up = x @ params["gate"], x @ params["up"]
-  return swiglu(config, gate, up) @ params["down"]
+  else:
+    gate, up = jnp.split(product(params, "gate_up", x), 2, -1)
+  return product(params, "down", swiglu(config, gate, up))
 
 
 def apply(

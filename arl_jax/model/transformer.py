@@ -97,8 +97,15 @@ def logits(matrix: jax.Array, hidden: jax.Array) -> jax.Array:
   return constrain(out, "batch", *(None,) * (out.ndim - 2), "vocab")
 
 
+def logits_of_rows(rows: jax.Array, hidden: jax.Array) -> jax.Array:
+  """`logits` of a head [N, D], in the order of `attention.product`."""
+  return attention.rows_product(rows, hidden, jnp.float32)
+
+
 def unembed(params: Any, hidden: jax.Array) -> jax.Array:
   """Logits [..., V] of normed hidden states [..., D], float32."""
+  if "head_rows" in params:
+    return logits_of_rows(params["head_rows"], hidden)
   return logits(head(params), hidden)
 
 

@@ -1,263 +1,494 @@
-"""The rollout engine: slots with caches, chunked prefill, batched decoding."""
+"""The rollout engine: JetStream's Engine interface over the policy model."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
-from arl_jax.model import decoding, transformer
+from arl_jax import sharding
 from arl_jax.model.config import ModelConfig
-from arl_jax.rollout.sampling import sample
+from arl_jax.model.fused import for_decoding
+from arl_jax.rollout import decode_state, sampling, speculative, steps
+from arl_jax.rollout.decode_state import DecodeState
+from arl_jax.rollout.engine_config import EngineConfig
+from arl_jax.rollout.request import Sampling
+from arl_jax.rollout.results import ResultTokens
+from arl_jax.rollout.warm_up import warm_up
+
+# Prefill chunks from twice this on have a short form beside the long one.
+_SHORT_CHUNK = 32
+
+# Tokens that attention looks at, at least, where caches have no blocks.
+_LEAST_SPAN = 128
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class EngineConfig:
-  """Static shapes of an engine.
+class Prefix(struct.PyTreeNode):
+  """The cache of one prompt, from `Engine.prefill` (a state of one slot)."""
 
-  Attributes:
-    max_concurrent_decodes: S, slots.
-    prefill_rows: slots that one prefill call extends.
-    prefill_chunk: tokens a slot that one prefill call appends.
-    decode_steps: tokens a slot that one generate call samples at most.
-  """
-
-  max_concurrent_decodes: int = 64
-  prefill_rows: int = 16
-  prefill_chunk: int = 32
-  decode_steps: int = 8
-
-  def validate(self) -> None:
-    """Raises ValueError naming the field that can't be."""
-    for field in dataclasses.fields(self):
-      if getattr(self, field.name) < 1:
-        raise ValueError(
-          f"engine.{field.name} is {getattr(self, field.name)}, not >= 1"
-        )
-
-
-class DecodeState(struct.PyTreeNode):
-  """What lives on the device between calls.
-
-  Attributes:
-    cache: keys and values of each layer, [S, G, max_length, head_dim].
-    length: [S] int32, tokens in the cache.
-    hidden: [S, D], trunk output at the last token.
-    active: [S] bool, slots that sample.
-    sampled: [S] int32, tokens the running request has sampled.
-    limit: [S] int32, tokens it may sample.
-    seed: [S] int32.
-    temperature: [S].
-    stop: [S, 4] int32, stop ids, padded with -1.
-  """
-
-  cache: Any
-  length: jax.Array
-  hidden: jax.Array
-  active: jax.Array
-  sampled: jax.Array
-  limit: jax.Array
-  seed: jax.Array
-  temperature: jax.Array
-  stop: jax.Array
-
-
-# Stop ids a request may have.
-MAX_STOP_IDS = 4
+  state: DecodeState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResultTokens:
-  """What one generate call sampled.
+class ExistingPrefix:
+  """A cache to go on from, under JetStream's names.
 
   Attributes:
-    tokens: [S, decode_steps] int32.
-    log_prob: [S, decode_steps] float32, nats, behaviour log-probs.
-    lengths: [S] int32, valid entries of each row.
-    active: [S] bool, requests that go on.
-    stopped: [S] bool, requests that ended on a stop id.
-    version: policy version of every token here.
+    cache: from `Engine.prefill`.
+    common_prefix_tokens: its tokens that count.
   """
 
-  tokens: np.ndarray
-  log_prob: np.ndarray
-  lengths: np.ndarray
-  active: np.ndarray
-  stopped: np.ndarray
-  version: int
+  cache: Prefix
+  common_prefix_tokens: Sequence[int]
 
 
 class Engine:
-  """Holds weights and decode state; not thread-safe, one owner drives it."""
+  """Compiled steps of one model; holds neither weights nor decode state.
+
+  JetStream's methods keep their names and meaning: `load_params`,
+  `init_decode_state`, `prefill`, `prefill_multisampling`, `insert`,
+  `bulk_insert`, `generate`, `free_resource`. Ours beside them work on slots:
+  `extend` (chunked prefill of many slots at once), `start`, `copy_prefix`.
+  A decode state that was given to a method is gone: go on with the one that
+  came back.
+
+  Attributes:
+    model: the policy's configuration.
+    config: static shapes.
+    slots: S.
+    max_length: tokens a slot can hold, prompt and samples.
+    drafts: the draft policy: what was accepted.
+  """
+
+  max_stop_ids = sampling.MAX_STOP_IDS
+  max_biased = sampling.MAX_BIASED
+  samples_per_slot = 1
+  use_chunked_prefill = True
+  colocated_cpus = None
 
   def __init__(
     self,
     model: ModelConfig,
-    params: Any,
     config: EngineConfig,
     *,
     max_length: int,
-    version: int = 0,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    params: Any = None,
+    tokenizer: Any = None,
+    draft_ids: Sequence[int] | None = None,
   ):
-    """Args: max_length: tokens a slot can hold, prompt and samples."""
-    config.validate()
-    self.max_stop_ids = MAX_STOP_IDS
-    self.model, self.config, self.max_length = model, config, max_length
-    self.params, self.version = params, version
-    self.state = self._empty()
-    self._prefill = jax.jit(
-      functools.partial(_prefill, model), donate_argnums=1
-    )
-    self._generate = jax.jit(
-      functools.partial(generate_step, model, config.decode_steps),
-      donate_argnums=1,
-    )
-
-  def _empty(self) -> DecodeState:
-    slots = self.config.max_concurrent_decodes
-    integers = jnp.zeros(slots, jnp.int32)
-    return DecodeState(
-      cache=decoding.init_cache(
-        self.model, slots, self.max_length, self.params["embed"].dtype
-      ),
-      length=integers,
-      hidden=jnp.zeros((slots, self.model.width), self.params["embed"].dtype),
-      active=jnp.zeros(slots, bool),
-      sampled=jnp.copy(integers),
-      limit=jnp.copy(integers),
-      seed=jnp.copy(integers),
-      temperature=jnp.ones(slots),
-      stop=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
-    )
-
-  def update_weights(self, params: Any, version: int) -> None:
-    """Takes in new weights. Callers re-prefill what they had cached."""
-    self.params, self.version = params, version
-
-  def prefill(self, rows: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-    """Writes tokens into slots.
+    """Makes an engine; compiles nothing yet.
 
     Args:
+      model: the policy's configuration.
+      config: static shapes.
+      max_length: tokens a slot can hold, prompt and samples.
+      dtype: of caches; parameters are used as they are.
+      mesh: what parameters and caches are split over.
+      params: what `load_params` gives.
+      tokenizer: what `get_tokenizer` gives.
+      draft_ids: tokens that drafts may be, such as frequent ones; by default
+        all. What is accepted stays exact.
+
+    Raises:
+      ValueError: names the field that can't be.
+    """
+    config.validate()
+    if max_length < 2:
+      raise ValueError(f"max_length is {max_length}, not >= 2")
+    self._k = config.draft_tokens
+    if self._k and not model.mtp_heads:
+      raise ValueError(
+        f"engine.draft_tokens is {self._k}, but the model has no MTP module"
+        " (model.mtp_heads is 0)"
+      )
+    self.model, self.config, self.max_length = model, config, max_length
+    self.mesh, self._dtype = mesh, dtype
+    self._params, self._tokenizer = params, tokenizer
+    self.prefill_rows, self.prefill_chunk = (
+      config.prefill_rows,
+      min(config.prefill_chunk, max_length),
+    )
+    self._appended = max(self.prefill_chunk, self._k + 1)
+    self.slots = config.max_concurrent_decodes or self._slots_within_budget()
+    self.prefill_rows = min(self.prefill_rows, self.slots)
+    self.vocab_size = model.vocab_size
+    self.drafts = speculative.DraftPolicy(
+      self._k, adaptive=config.draft_adaptive
+    )
+    self._draft_ids = None
+    if draft_ids is not None:
+      self._draft_ids = np.unique(np.asarray(draft_ids, np.int32))
+      if not (
+        self._draft_ids.size
+        and self._draft_ids[0] >= 0
+        and self._draft_ids[-1] < model.vocab_size
+      ):
+        raise ValueError(
+          f"draft_ids must be ids of the vocabulary, 0 to"
+          f" {model.vocab_size - 1}, and at least one"
+        )
+    self._called: set[tuple[int, int, int]] = set()
+    self._compile()
+
+  def _slots_within_budget(self) -> int:
+    each = self.bytes_per_slot
+    slots = self.config.cache_bytes // each
+    if not slots:
+      raise ValueError(
+        f"engine.cache_bytes is {self.config.cache_bytes}; one slot of"
+        f" {self.max_length} tokens takes {each} bytes"
+      )
+    return int(slots)
+
+  @property
+  def bytes_per_slot(self) -> int:
+    """Of caches."""
+    return decode_state.bytes_per_slot(
+      self.model,
+      self.max_length,
+      self._appended,
+      self._dtype,
+      drafts=bool(self._k),
+    )
+
+  def _compile(self) -> None:
+    self._empty: dict[int, Callable[[], DecodeState]] = {}
+    self._extend = jax.jit(
+      functools.partial(steps.extend, self.model),
+      static_argnums=0,
+      donate_argnums=2,
+    )
+    self._generate = jax.jit(
+      functools.partial(steps.generate, self.model),
+      static_argnums=(0, 1, 2, 3),
+      donate_argnums=6,
+    )
+    self._start = jax.jit(steps.start, donate_argnums=0)
+    self._stop = jax.jit(steps.stop, donate_argnums=0)
+    self._move = jax.jit(decode_state.move, donate_argnums=0)
+    self._move_within = jax.jit(
+      lambda state, *at: decode_state.move(state, state, *at), donate_argnums=0
+    )
+
+  # JetStream's names.
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    return self.slots
+
+  @property
+  def max_prefill_length(self) -> int:
+    return self.max_length - 1
+
+  @property
+  def prefill_chunk_size(self) -> int:
+    return self.prefill_chunk
+
+  def get_tokenizer(self) -> Any:
+    """What the constructor was given."""
+    return self._tokenizer
+
+  def build_tokenizer(self, metadata: Any = None) -> Any:
+    """The same: a tokenizer is built by whoever makes the engine."""
+    del metadata
+    return self._tokenizer
+
+  def get_prefix_destination_sharding(self) -> Any:
+    """Where prefixes lie: with the slots; None without a mesh."""
+    return self.mesh
+
+  def load_params(self) -> Any:
+    """Parameters as the engine computes with them (see `place`)."""
+    if self._params is None:
+      raise ValueError("the engine was made without params")
+    return self.place(self._params)
+
+  def place(self, params: Any) -> Any:
+    """Parameters laid out for decoding; give these to the other methods.
+
+    Returns:
+      A pair with the head of the drafts.
+    """
+    whole = self.mesh is None or self.mesh.size == 1
+    if whole and sharding.platform() == "cpu":
+      params = jax.jit(for_decoding)(params)
+    head = None
+    if self._k:
+      head = speculative.draft_head(params, self._draft_ids)
+    return params, head
+
+  def init_decode_state(self) -> DecodeState:
+    """Empty slots."""
+    return self._state_of(self.slots)
+
+  def _state_of(self, slots: int) -> DecodeState:
+    if slots not in self._empty:
+      self._empty[slots] = self._maker(slots)
+    return self._empty[slots]()
+
+  def _maker(self, slots: int) -> Callable[[], DecodeState]:
+    make = functools.partial(
+      decode_state.empty,
+      self.model,
+      slots,
+      self.max_length,
+      self._appended,
+      self._dtype,
+      drafts=bool(self._k),
+    )
+    if self.mesh is None:
+      return jax.jit(make)
+    places = decode_state.placed(jax.eval_shape(make), self.mesh)
+    return jax.jit(make, out_shardings=places)
+
+  def _on_mesh(self) -> Any:
+    return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
+
+  def span(self, tokens: int) -> int:
+    """How far attention looks if no slot holds more than `tokens`."""
+    span = decode_state.block_of(self.max_length) or _LEAST_SPAN
+    while span < tokens:
+      span *= 2
+    return min(span, self.max_length)
+
+  def prefill(
+    self,
+    *,
+    params: Any,
+    padded_tokens: Any,
+    true_length: int,
+    existing_prefix: ExistingPrefix | None = None,
+    sampling: Sampling | None = None,
+    **_: Any,
+  ) -> tuple[Prefix, ResultTokens]:
+    """Computes a prompt in chunks and samples its first token.
+
+    Args:
+      params: from `load_params` or `place`.
+      padded_tokens: [n] int32, of which `true_length` count.
+      true_length: tokens of the prompt.
+      existing_prefix: goes on from its cache.
+      sampling: how the request samples; by default at temperature 1 as long as
+        there is room.
+
+    Raises:
+      ValueError: an empty prompt, or one that leaves no room for a token.
+    """
+    ids = np.asarray(padded_tokens, np.int32).reshape(-1)[:true_length]
+    state, held = self._state_of(1), 0
+    if existing_prefix is not None:
+      held = len(existing_prefix.common_prefix_tokens)
+      state = self._move(state, existing_prefix.cache.state, 0, 0, held)
+      held = self.reusable(int(existing_prefix.cache.state.length[0]), held)
+    if not 0 < held + len(ids) < self.max_length or not len(ids):
+      raise ValueError(
+        f"a prompt of {held} cached and {len(ids)} new tokens; there must be a"
+        f" new one, and less than {self.max_length} in all"
+      )
+    if existing_prefix is not None:
+      tail = list(existing_prefix.common_prefix_tokens)[held:]
+      ids = np.concatenate([np.asarray(tail, np.int32), ids])
+    for first in range(0, len(ids), self.prefill_chunk):
+      part = ids[first : first + self.prefill_chunk].tolist()
+      state = self.extend(params, state, {0: (held + first, part)})
+    room = self.max_length - held - len(ids)
+    state = self.start(state, 0, sampling or Sampling(max_tokens=room))
+    state, result = self.burst(params, state, [0], steps=1, k=0)
+    return Prefix(state=state), result
+
+  def prefill_multisampling(
+    self, *, num_samples: int, sampling: Sampling | None = None, **given: Any
+  ) -> list[tuple[Prefix, ResultTokens]]:
+    """`prefill` for each of several samples, with consecutive seeds."""
+    how = sampling or Sampling(max_tokens=self.max_length)
+    return [
+      self.prefill(
+        sampling=dataclasses.replace(how, seed=how.seed + i), **given
+      )
+      for i in range(num_samples)
+    ]
+
+  def insert(
+    self, prefix: Prefix, state: DecodeState, slot: int
+  ) -> DecodeState:
+    """Lets a slot go on from a prefix, which stays as it is."""
+    one = prefix.state
+    state = self._move(state, one, 0, slot, one.length[0])
+    # Its first token may have been its last.
+    return self._start(state, slot, one.sampling, one.active[0])
+
+  def bulk_insert(
+    self, prefix: Prefix, state: DecodeState, slots: Sequence[int]
+  ) -> DecodeState:
+    """`insert` into each of the slots."""
+    for slot in slots:
+      state = self.insert(prefix, state, slot)
+    return state
+
+  def generate(
+    self,
+    params: Any,
+    state: DecodeState,
+    slots: Sequence[int] | None = None,
+  ) -> tuple[DecodeState, ResultTokens]:
+    """Samples in every active slot, or in those of the named ones.
+
+    Returns:
+      The state, and what was sampled: at least a token a slot, at most
+      `decode_steps * (draft_tokens + 1)`.
+    """
+    k = self.drafts.choose()
+    return self.burst(params, state, slots, steps=self.config.decode_steps, k=k)
+
+  def free_resource(self, slot: int, state: DecodeState) -> DecodeState:
+    """Stops whatever runs in the slot; its cache stays."""
+    return self._stop(state, slot)
+
+  # Ours.
+
+  def reusable(self, held: int, wanted: int) -> int:
+    """Tokens of a slot's cache that a request can go on from.
+
+    Layers with a window forget; drafts need the hidden state before the first
+    new token, so one token is computed again.
+
+    Args:
+      held: tokens that the slot holds.
+      wanted: the first of them that the request begins with.
+    """
+    if held == wanted:
+      return wanted
+    windows = [layer.window for s in self.model.stacks() for layer in s.layers]
+    forgets = any(0 < w < self.max_length for w in windows)
+    kept = wanted - 1 if self._k else wanted
+    # Drafts that weren't accepted lie beyond what is held.
+    if forgets and held + self._k - kept > self._appended:
+      return 0
+    return max(kept, 0)
+
+  def extend(
+    self,
+    params: Any,
+    state: DecodeState,
+    rows: Mapping[int, tuple[int, Sequence[int]]],
+  ) -> DecodeState:
+    """Appends tokens to slots that don't sample.
+
+    Args:
+      params: from `place`.
+      state: of all slots.
       rows: slot -> (tokens of the slot that stay, ids to append), at most
         `prefill_rows` slots and `prefill_chunk` ids each.
     """
-    config = self.config
-    ids = np.zeros((config.prefill_rows, config.prefill_chunk), np.int32)
+    slots = state.length.shape[0]
+    shape = self.prefill_shape(
+      len(rows), max(len(ids) for _, ids in rows.values()), slots
+    )
+    ids = np.zeros(shape, np.int32)
     # Out of range: padding rows are dropped when written back.
-    slots = np.full(config.prefill_rows, config.max_concurrent_decodes)
-    start = np.zeros(config.prefill_rows, np.int32)
-    count = np.zeros(config.prefill_rows, np.int32)
-    for row, (slot, (first, tokens)) in enumerate(rows.items()):
-      slots[row], start[row], count[row] = slot, first, len(tokens)
+    targets = np.full(shape[0], slots, np.int32)
+    first, count = np.zeros((2, shape[0]), np.int32)
+    for row, (slot, (stay, tokens)) in enumerate(rows.items()):
+      targets[row], first[row], count[row] = slot, stay, len(tokens)
       ids[row, : len(tokens)] = tokens
-    self.state = self._prefill(
-      self.params, self.state, slots, start, ids, count
+    span = self.span(int((first + count).max()))
+    with self._on_mesh():
+      return self._extend(span, params[0], state, targets, first, ids, count)
+
+  def prefill_shape(
+    self, rows: int, tokens: int, slots: int
+  ) -> tuple[int, int]:
+    """One of few: a single row or many, short chunks or long ones."""
+    wide = min(self.prefill_rows, slots)
+    short = self.prefill_chunk
+    if short >= 2 * _SHORT_CHUNK:
+      short = max(_SHORT_CHUNK, short // 8)
+    return (
+      1 if rows == 1 else wide,
+      short if tokens <= short else self.prefill_chunk,
     )
 
-  def insert(
+  def start(
+    self, state: DecodeState, slot: int, how: Sampling, sampled: int = 0
+  ) -> DecodeState:
+    """Lets a slot sample from its last token on.
+
+    Args:
+      state: of all slots.
+      slot: which.
+      how: the request samples.
+      sampled: tokens it has already; they count against `max_tokens`.
+    """
+    return self._start(
+      state, slot, sampling.of_request(how, self.vocab_size, sampled), True
+    )
+
+  def copy_prefix(
+    self, state: DecodeState, source: int, target: int, length: int
+  ) -> DecodeState:
+    """Puts the first tokens' cache of a slot into another, which is idle."""
+    return self._move_within(state, source, target, length)
+
+  def burst(
     self,
-    slot: int,
+    params: Any,
+    state: DecodeState,
+    slots: Sequence[int] | None,
     *,
-    limit: int,
-    stop_ids: Sequence[int],
-    seed: int,
-    temperature: float,
-  ) -> None:
-    """Lets a prefilled slot sample from its last token on."""
-    stop = np.full(MAX_STOP_IDS, -1, np.int32)
-    stop[: len(stop_ids)] = stop_ids
-    self.state = _insert(
-      self.state, slot, limit, stop, seed, np.float32(temperature)
+    steps: int,
+    k: int,
+  ) -> tuple[DecodeState, ResultTokens]:
+    """`generate` with so many steps and drafts."""
+    count = state.length.shape[0]
+    chosen = np.ones(count, bool)
+    if slots is not None:
+      chosen = np.zeros(count, bool)
+      chosen[list(slots)] = True
+    lengths = np.asarray(state.length)
+    running = np.asarray(state.active) & chosen
+    longest = int(lengths[running].max(initial=0)) + steps * (k + 1)
+    began = time.perf_counter()
+    with self._on_mesh():
+      state, burst = self._generate(
+        steps,
+        k,
+        self.span(longest),
+        self.max_length,
+        params[0],
+        params[1],
+        state,
+        chosen,
+      )
+      burst, active, totals = jax.device_get(
+        (burst, state.active, state.sampling.sampled)
+      )
+    program = (steps, k, self.span(longest))
+    # A program's first call compiles it, which is no cost of drafts.
+    if program in self._called and burst.steps and count == self.slots:
+      seconds = (time.perf_counter() - began) / int(burst.steps)
+      self.drafts.learn(k, burst.proposed, burst.accepted, seconds)
+    self._called.add(program)
+    return state, ResultTokens(
+      tokens=burst.tokens,
+      log_prob=burst.log_prob,
+      sampled_logp=burst.sampled_logp,
+      experts=burst.experts,
+      lengths=burst.lengths,
+      totals=totals,
+      active=active,
+      stopped=burst.stopped,
+      finite=burst.finite,
     )
 
-  def generate(self) -> ResultTokens:
-    """Samples up to `decode_steps` tokens in every active slot."""
-    self.state, out = self._generate(self.params, self.state)
-    tokens, logp, lengths, stopped = jax.device_get(out)
-    active = np.asarray(self.state.active)
-    return ResultTokens(tokens, logp, lengths, active, stopped, self.version)
-
-  def free_resource(self, slot: int) -> None:
-    """Stops whatever runs in the slot."""
-    self.state = self.state.replace(
-      active=self.state.active.at[slot].set(False)
-    )
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state, slot, limit, stop, seed, temperature):
-  return state.replace(
-    active=state.active.at[slot].set(True),
-    sampled=state.sampled.at[slot].set(0),
-    limit=state.limit.at[slot].set(limit),
-    stop=state.stop.at[slot].set(stop),
-    seed=state.seed.at[slot].set(seed),
-    temperature=state.temperature.at[slot].set(temperature),
-  )
-
-
-def _prefill(model, params, state, slots, start, ids, count):
-  """Extends the named slots; the others are untouched."""
-  part = jax.tree.map(
-    lambda x: x.at[slots].get(mode="fill", fill_value=0), state.cache
-  )
-  part, hidden = decoding.extend(params, model, part, ids, start, count)
-  last = jnp.take_along_axis(
-    hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1
-  )[:, 0]
-
-  def put(whole, rows):
-    return whole.at[slots].set(rows, mode="drop")
-
-  return state.replace(
-    cache=jax.tree.map(put, state.cache, part),
-    length=put(state.length, start + count),
-    hidden=put(state.hidden, last),
-  )
-
-
-def generate_step(model, steps, params, state):
-  """Samples up to `steps` tokens in every active slot."""
-  slots = state.length.shape[0]
-  tokens = jnp.zeros((slots, steps), jnp.int32)
-  logps = jnp.zeros((slots, steps), jnp.float32)
-  lengths = jnp.zeros(slots, jnp.int32)
-  stopped = jnp.zeros(slots, bool)
-
-  def go_on(carry):
-    step, state, *_ = carry
-    return (step < steps) & state.active.any()
-
-  def step_once(carry):
-    step, state, tokens, logps, lengths, stopped = carry
-    logits = transformer.unembed(params, state.hidden)
-    ids, logp = sample(logits, state.temperature, state.seed, state.sampled)
-    on = state.active
-    tokens = tokens.at[:, step].set(jnp.where(on, ids, 0))
-    logps = logps.at[:, step].set(jnp.where(on, logp, 0.0))
-    cache, hidden = decoding.extend(
-      params,
-      model,
-      state.cache,
-      ids[:, None],
-      state.length,
-      on.astype(jnp.int32),
-    )
-    stops = on & (ids[:, None] == state.stop).any(-1)
-    sampled = state.sampled + on
-    state = state.replace(
-      cache=cache,
-      hidden=jnp.where(on[:, None], hidden[:, 0], state.hidden),
-      length=state.length + on,
-      sampled=sampled,
-      active=on & ~stops & (sampled < state.limit),
-    )
-    return step + 1, state, tokens, logps, lengths + on, stopped | stops
-
-  carry = (0, state, tokens, logps, lengths, stopped)
-  _, state, *out = jax.lax.while_loop(go_on, step_once, carry)
-  return state, tuple(out)
+  def warm_up(self, params: Any) -> None:
+    """Compiles every program, so that none is compiled later on."""
+    warm_up(self, params)

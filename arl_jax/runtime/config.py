@@ -9,7 +9,7 @@ from arl_jax.agents.scripted import ScriptConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
-from arl_jax.rollout.engine import EngineConfig
+from arl_jax.rollout.engine_config import EngineConfig
 
 
 def _make(cls, **values):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from arl_jax import losses, sharding
 from arl_jax.learner import TokenBatch, make_train_step, state
 from arl_jax.model import decoding, transformer
-from arl_jax.rollout import engine
+from arl_jax.rollout import decode_state, steps
 from arl_jax.runtime.pod_config import PodConfig
 from arl_jax.sharding import MeshConfig
 
@@ -93,30 +93,21 @@ def _serving(config: PodConfig, mesh: Mesh):
     return jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16, sharding=place)
 
   params = jax.tree.map(bfloat16, sharding.shapes(specs), places)
-  cache_specs = decoding.cache_specs(
-    config.model, config.slots, config.sequence_length
+  state_of_slots = jax.eval_shape(
+    functools.partial(
+      decode_state.empty,
+      config.model,
+      config.slots,
+      config.sequence_length,
+      config.prefill_chunk,
+      jnp.bfloat16,
+      drafts=False,
+    )
   )
-  cache = jax.tree.map(
-    bfloat16,
-    sharding.shapes(cache_specs),
-    sharding.shardings(cache_specs, mesh),
-  )
-  each = functools.partial(_abstract, (config.slots,))
-  integers = each(jnp.int32, mesh, "batch")
-  return params, engine.DecodeState(
-    cache=cache,
-    length=integers,
-    hidden=_abstract(
-      (config.slots, config.model.width), jnp.bfloat16, mesh, "batch", None
-    ),
-    active=each(jnp.bool_, mesh, "batch"),
-    sampled=integers,
-    limit=integers,
-    seed=integers,
-    temperature=each(jnp.float32, mesh, "batch"),
-    stop=_abstract(
-      (config.slots, engine.MAX_STOP_IDS), jnp.int32, mesh, "batch", None
-    ),
+  return params, jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    state_of_slots,
+    decode_state.placed(state_of_slots, mesh),
   )
 
 
@@ -138,7 +129,11 @@ def _prefill(config: PodConfig, mesh: Mesh):
 
 def _decode(config: PodConfig, mesh: Mesh):
   """One token in every slot."""
+  length = config.sequence_length
   program = jax.jit(
-    functools.partial(engine.generate_step, config.model, 1), donate_argnums=1
+    functools.partial(steps.generate, config.model, 1, 0, length, length),
+    donate_argnums=2,
   )
-  return program, _serving(config, mesh)
+  params, state_of_slots = _serving(config, mesh)
+  chosen = state_of_slots.active
+  return program, (params, None, state_of_slots, chosen)

@@ -28,6 +28,7 @@ from arl_jax.observability.run_directory import (
 )
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
+from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.runtime import warm_start
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
@@ -93,10 +94,10 @@ class Trainer:
       self._store.check_room(self.learner.contents)
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
-      self.model,
-      self._rollout_params(),
-      config.engine,
-      max_length=config.agent.token_budget + 1,
+      self.model, config.engine, max_length=config.agent.token_budget + 1
+    )
+    self._scheduler = Scheduler(
+      self._engine, self._rollout_params(), self.learner.version
     )
 
   def close(self) -> None:
@@ -307,34 +308,35 @@ class Trainer:
     """Rolls out jobs with the published weights."""
     began = time.monotonic()
 
-    async def run() -> tuple[list[Episode | None], LocalClient]:
-      async with LocalClient(self._engine) as client:
-        episodes = await run_jobs(
+    async def run() -> list[Episode | None]:
+      async with LocalClient(self._scheduler) as client:
+        return await run_jobs(
           jobs,
           self.problem,
           lambda job: client,
           self.config.agent,
-          concurrency=self.config.engine.max_concurrent_decodes,
+          concurrency=self._engine.slots,
           training=training,
           on_done=on_done,
           should_stop=self._should_stop,
         )
-        return episodes, client
 
-    self._engine.update_weights(self._rollout_params(), self.learner.version)
-    episodes, client = self._run(run())
+    scheduler = self._scheduler
+    scheduler.update_weights(self._rollout_params(), self.learner.version)
+    before = scheduler.sampled_tokens, scheduler.prefilled_tokens
+    episodes = self._run(run())
     tokens = self.position.tokens
-    tokens["rollout_sampled"] += client.sampled_tokens
-    tokens["rollout_prefilled"] += client.prefilled_tokens
+    tokens["rollout_sampled"] += scheduler.sampled_tokens - before[0]
+    tokens["rollout_prefilled"] += scheduler.prefilled_tokens - before[1]
     tokens["rollout_seconds"] += time.monotonic() - began
     return episodes
 
   def _rollout_params(self) -> Any:
     """For the engine, which is on one device, wherever the learner is."""
     params = self.learner.state.params
-    if self.config.learner.mesh == MeshConfig(fsdp=1):
-      return params
-    return jax.device_put(params, jax.devices()[0])
+    if self.config.learner.mesh != MeshConfig(fsdp=1):
+      params = jax.device_put(params, jax.devices()[0])
+    return self._engine.place(params)
 
   def _run(self, work):
     """Runs a coroutine; an interruption commits what was reached before."""

@@ -178,7 +178,8 @@ def test_sequences_that_became_unlikely_are_left_out(
 
 def test_selection_bias_is_not_rounded_for_computing():
   # 1/3 has no exact form in bfloat16.
-  params = {"q": jnp.full(2, 1 / 3), "choice_bias": jnp.full(2, 1 / 3)}
+  third = jnp.full(2, 1 / 3)
+  params = {"layers": {}, "q": third, "choice_bias": third}
   computed = objective.as_computed(params, "bfloat16")
   assert computed["q"].dtype == jnp.bfloat16
   np.testing.assert_array_equal(computed["choice_bias"], params["choice_bias"])

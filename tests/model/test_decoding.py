@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from arl_jax import sharding
-from arl_jax.model import ModelConfig, init, init_cache, transformer
+from arl_jax.model import ModelConfig, decoding, init, init_cache, transformer
 from arl_jax.model import extend as _extend
 from arl_jax.model import forward as _forward
 
@@ -97,7 +97,7 @@ def test_cache_has_an_entry_a_layer_or_an_axis_of_scanned_ones():
     assert {k: v["k"] for k, v in cache.items()} == (
       {k: v["v"] for k, v in cache.items()}
     )
-    return {name: entry["k"].shape for name, entry in cache.items()}
+    return {name: entry["k"][0].shape for name, entry in cache.items()}
 
   # Slots, kv heads, tokens, dimensions of a head.
   one = (3, 2, 20, 8)
@@ -131,6 +131,45 @@ def test_cache_of_another_type_than_the_parameters_changes_no_other(
   )
   assert hidden.dtype == stored
   assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype(kept)}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_blocks_and_rings_give_the_logits_of_forward(chunk, scan):
+  """A window of 4 in rings of 4 + chunk - 1, other layers in blocks of 8."""
+  config = dataclasses.replace(
+    CONFIG, layers=3, windows=(4, 0), scan_layers=scan
+  )
+  specs = decoding.cache_specs(config, 2, 30, chunk, block=8)
+  cache = jax.tree.map(lambda s: jnp.full(s.shape, 1e3), sharding.shapes(specs))
+  sizes = {x.shape[-2] for x in jax.tree.leaves(cache)}
+  assert sizes == {4 + chunk - 1, 8, 6}
+  weights = _jit(functools.partial(init, config))(jax.random.key(1))
+  # Spans end within a block, at its end and at the cache's.
+  append = _jit(
+    lambda p, c, *a, span: decoding.extend(
+      p, config, c, *a, span=span, return_experts=True
+    ),
+    static_argnames="span",
+  )
+  ids = _ids(2, 30)
+  hidden, experts = [], []
+  for first in range(0, 30, chunk):
+    part = ids[:, first : first + chunk]
+    count = np.full(2, part.shape[1], np.int32)
+    part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
+    span = next(s for s in (11, 16, 30) if s >= first + count[0])
+    cache, x, chosen = append(
+      weights, cache, part, np.full(2, first, np.int32), count, span=span
+    )
+    hidden.append(x[:, : count[0]])
+    experts.append(chosen[:, : count[0]])
+  logits = transformer.unembed(weights, jnp.concatenate(hidden, 1))
+  want, record = _jit(
+    functools.partial(_forward, config=config, return_aux=True)
+  )(weights, input_ids=jnp.asarray(ids))
+  np.testing.assert_allclose(logits, want, atol=1e-4)
+  np.testing.assert_array_equal(np.concatenate(experts, 1), record["experts"])
 
 
 def test_cache_on_many_devices_gives_what_it_gives_on_one(params):
