@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from arl_jax import checkpoints, model
 from arl_jax.chat.pretrained import load_tokenizer
@@ -40,7 +40,7 @@ from benchmarks import distilled
 from benchmarks.timing import interleaved
 from configs import smollm2_135m
 
-_STEPS = flags.DEFINE_integer("steps", 40, "Updates of the distillation.")
+_STEPS = flags.DEFINE_integer("steps", 24, "Updates of the distillation.")
 _MODULE = flags.DEFINE_string("module", "", "Where the module is kept (.npz).")
 _DRAFT_IDS = flags.DEFINE_integer(
   "draft_ids", 8192, "Most frequent ids that drafts may be; 0 is all."
@@ -53,9 +53,7 @@ _FILE = (
   / "SmolLM2-135M-Instruct.Q4_1.gguf"
 )
 _SLOTS = (1, 8)
-_MOST = 3
 _ADAPTIVE = "adaptive"
-_VARIANTS = (0, 1, 2, _MOST, _ADAPTIVE)
 _AIMS = {
   "measured_over_predicted_1": 0.9,
   "measured_over_predicted_8": 0.9,
@@ -73,17 +71,21 @@ class Size:
       all the time.
     length: tokens that a slot holds.
     tokens: a slot samples in a run, by slots.
+    drafts: at most.
     repeats: runs of each variant; one more comes first and is left out.
   """
 
   prompt: int
   length: int
   tokens: Mapping[int, int]
+  drafts: int
   repeats: int
 
 
-_WHOLE = Size(prompt=272, length=512, tokens={1: 96, 8: 40}, repeats=5)
-_TINY = Size(prompt=40, length=128, tokens={1: 8, 8: 8}, repeats=1)
+_WHOLE = Size(
+  prompt=272, length=512, tokens={1: 64, 8: 32}, drafts=3, repeats=3
+)
+_TINY = Size(prompt=40, length=128, tokens={1: 8, 8: 8}, drafts=1, repeats=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Subject:
   config: ModelConfig
   params: Any
   encoder: distilled.Encoder
-  draft_ids: np.ndarray | None
+  draft_ids: Sequence[int] | None
 
 
 class _Bytes:
@@ -107,8 +109,8 @@ class _Bytes:
 class _Fixed(DraftPolicy):
   """Always as many drafts."""
 
-  def __init__(self, k: int):
-    super().__init__(_MOST)
+  def __init__(self, k: int, limit: int):
+    super().__init__(limit)
     self._k = k
 
   def choose(self) -> int:
@@ -152,7 +154,7 @@ class Decoding:
     lengths = np.asarray(held[0].length)
 
     def run() -> object:
-      self.engine.drafts = _Fixed(k)
+      self.engine.drafts = _Fixed(k, k)
       held[0] = held[0].replace(length=jnp.asarray(lengths))
       held[0], _ = self.engine.generate(self.placed, held[0])
       return held[0].length
@@ -205,7 +207,7 @@ class Measured:
   Attributes:
     speed: variant -> tokens a second, of each repeat.
     cost: k -> seconds of a step at equal states.
-    acceptance: [_MOST] share of drafts at a position that were accepted.
+    acceptance: share of drafts at a position that were accepted.
     same: share of tokens that are the same with drafts as without.
     texts: what was sampled without drafts, of the last repeat.
   """
@@ -229,41 +231,44 @@ class Measured:
     return self.gain(k) * self.cost[0] / self.cost[k]
 
   def most_predicted(self) -> float:
-    return max(map(self.predicted, range(_MOST + 1)))
+    return max(map(self.predicted, self.cost))
 
 
 def _measure(
   plain: Decoding, drafting: Decoding, workload: str, size: Size
 ) -> Measured:
   slots = plain.engine.slots
-  policies: dict[Any, DraftPolicy] = {k: _Fixed(k) for k in range(_MOST + 1)}
-  policies[_ADAPTIVE] = DraftPolicy(_MOST)
-  speed: dict[Any, list[float]] = {variant: [] for variant in _VARIANTS}
+  most = size.drafts
+  policies: dict[Any, DraftPolicy] = {
+    k: _Fixed(k, most) for k in range(most + 1)
+  }
+  policies[_ADAPTIVE] = DraftPolicy(most)
+  speed: dict[Any, list[float]] = {variant: [] for variant in policies}
   agreed = []
   for repeat in range(size.repeats + 1):
     texts = {}
-    for variant in _VARIANTS:
+    for variant, policy in policies.items():
       decoding = drafting if variant else plain
       rate, texts[variant] = decoding.run(
-        workload, policies[variant], repeat, size.tokens[slots]
+        workload, policy, repeat, size.tokens[slots]
       )
       if repeat:
         speed[variant].append(rate)
     agreed += [
       a == b
-      for k in range(1, _MOST + 1)
+      for k in range(1, most + 1)
       for x, y in zip(texts[0], texts[k], strict=True)
       for a, b in zip(x, y, strict=False)
     ]
   runs = {
     str(k): (drafting if k else plain).steps(workload, k)
-    for k in range(_MOST + 1)
+    for k in range(most + 1)
   }
   steps = plain.engine.config.decode_steps
   return Measured(
     speed=speed,
     cost={int(k): s / steps for k, s in interleaved(runs).items()},
-    acceptance=policies[_MOST].acceptance,
+    acceptance=policies[most].acceptance,
     same=statistics.mean(agreed),
     texts=texts[0],
   )
@@ -279,7 +284,9 @@ def _shares(
   """
   shortest = min(map(len, texts))
   count = len(prompts[0])
-  ids = np.array([[*p, *t[:shortest]] for p, t in zip(prompts, texts)])  # noqa: B905
+  ids = np.array(
+    [[*p, *t[:shortest]] for p, t in zip(prompts, texts, strict=True)]
+  )
   score = jax.jit(functools.partial(_shares_of, subject, count))
   found = [score(subject.params, row[None], i) for i, row in enumerate(ids)]
   rejection, race = np.mean(found, 0)
@@ -295,7 +302,8 @@ def _shares_of(subject, count, params, ids, seed):
   p = jax.nn.softmax(transformer.unembed(params, hidden[0, count:-1]))
   logits = transformer.unembed(params, draft[0, count - 1 : -1])
   if subject.draft_ids is not None:
-    known = jnp.zeros(config.vocab_size, bool).at[subject.draft_ids].set(True)
+    known = jnp.zeros(config.vocab_size, bool)
+    known = known.at[jnp.asarray(subject.draft_ids)].set(True)
     logits = jnp.where(known, logits, -jnp.inf)
   q = jax.nn.softmax(logits)
   noise = jax.random.exponential(jax.random.key(seed), (8, *p.shape))
@@ -303,7 +311,7 @@ def _shares_of(subject, count, params, ids, seed):
   return jnp.minimum(p, q).sum(-1).mean(), same.mean()
 
 
-def _chip_costs(subject: Subject) -> dict[int, float]:
+def _chip_costs(subject: Subject, most: int) -> dict[int, float]:
   """Cost ratio of k drafts where reading weights is all that takes time."""
 
   def size(tree: Any) -> int:
@@ -316,16 +324,17 @@ def _chip_costs(subject: Subject) -> dict[int, float]:
     drafted = len(subject.draft_ids)
   once = size(params["layers"]) + head
   each = size(params["mtp"]) + head * drafted / config.vocab_size
-  return {k: (once + k * each) / once for k in range(_MOST + 1)}
+  return {k: (once + k * each) / once for k in range(most + 1)}
 
 
 def _figures(
   subject: Subject,
+  size: Size,
   prompts: Mapping[str, Sequence[Sequence[int]]],
   found: Mapping[tuple[int, str], Measured],
 ) -> dict[str, float]:
   figures: dict[str, float] = {}
-  chip = _chip_costs(subject)
+  chip = _chip_costs(subject, size.drafts)
   for workload, rows in prompts.items():
     wide = found[max(_SLOTS), workload]
     for i, share in enumerate(wide.acceptance, 1):
@@ -342,7 +351,7 @@ def _figures(
     figures[f"same_tokens_{at}"] = m.same
     figures[f"speedup_{at}"] = m.speedup(_ADAPTIVE)
     figures[f"predicted_{at}"] = m.most_predicted()
-    for k in range(1, _MOST + 1):
+    for k in range(1, size.drafts + 1):
       figures[f"speedup_{at}_k{k}"] = m.speedup(k)
       figures[f"predicted_{at}_k{k}"] = m.predicted(k)
   for slots in _SLOTS:
@@ -355,13 +364,15 @@ def _figures(
 
 
 def _limits(
-  subject: Subject, found: Mapping[tuple[int, str], Measured]
+  subject: Subject, size: Size, found: Mapping[tuple[int, str], Measured]
 ) -> dict[str, float]:
   """Cost ratios of steps: an acceptance of 1 is a speed-up of (k + 1) / it."""
   limits = {
-    f"chip_cost_ratio_k{k}": c for k, c in _chip_costs(subject).items() if k
+    f"chip_cost_ratio_k{k}": c
+    for k, c in _chip_costs(subject, size.drafts).items()
+    if k
   }
-  for slots, k in itertools.product(_SLOTS, range(1, _MOST + 1)):
+  for slots, k in itertools.product(_SLOTS, range(1, size.drafts + 1)):
     mine = [m for (n, _), m in found.items() if n == slots]
     limits[f"cost_ratio_{slots}_k{k}"] = statistics.mean(
       m.cost[k] / m.cost[0] for m in mine
@@ -376,17 +387,17 @@ def _subject() -> Subject:
       smollm2_135m.model(), vocab_size=256, width=48, layers=2, dense_width=96
     )
     params, encoder = model.init(config, jax.random.key(0)), _Bytes()
-    steps, own, count = 2, 4, 128
+    steps, count = 2, 128
   else:
     config, params = checkpoints.load(_FILE, dtype=np.float32)
     encoder = load_tokenizer(_FILE)
-    steps, own, count = _STEPS.value, 32, _DRAFT_IDS.value
+    steps, count = _STEPS.value, _DRAFT_IDS.value
   config, params = distilled.module(
-    config, params, encoder, steps=steps, own=own, path=_MODULE.value
+    config, params, encoder, steps=steps, path=_MODULE.value
   )
   ids = None
   if count:
-    ids = distilled.frequent_ids(encoder, count, config.vocab_size)
+    ids = distilled.frequent_ids(encoder, count, config.vocab_size).tolist()
   return Subject(config, params, encoder, ids)
 
 
@@ -399,15 +410,20 @@ def main(argv: list[str]) -> None:
   found = {}
   for slots in _SLOTS:
     plain, drafting = (
-      _decoding(subject, drafts, slots, prompts, size) for drafts in (0, _MOST)
+      _decoding(subject, drafts, slots, prompts, size)
+      for drafts in (0, size.drafts)
     )
     for workload in prompts:
-      found[slots, workload] = _measure(plain, drafting, workload, size)
-  figures = _figures(subject, prompts, found)
+      m = found[slots, workload] = _measure(plain, drafting, workload, size)
+      logging.info(
+        "%d slots, %s: %s, %s, %s",
+        *(slots, workload, m.speed, m.cost, m.acceptance),
+      )
+  figures = _figures(subject, size, prompts, found)
   report = {
     "name": "speculative",
     "figures": figures,
-    "limits": _limits(subject, found),
+    "limits": _limits(subject, size, found),
     "aims": {name: [">=", aim] for name, aim in _AIMS.items()},
     "met": all(figures[name] >= aim for name, aim in _AIMS.items()),
   }

@@ -22,7 +22,7 @@ class LocalClient:
     self._scheduler = scheduler
     self._futures: dict[Request, asyncio.Future[Sample]] = {}
     self._sessions: set[str] = set()
-    self._wake = asyncio.Event()
+    self._wake: asyncio.Event | None = None
     self._driver: asyncio.Task | None = None
 
   @property
@@ -38,6 +38,11 @@ class LocalClient:
     return self._scheduler.slots_in_use
 
   async def __aenter__(self) -> LocalClient:
+    if self._scheduler.driven:
+      raise RuntimeError("another client drives this scheduler already")
+    self._scheduler.driven = True
+    # Belongs to the running event loop.
+    self._wake = asyncio.Event()
     self._driver = asyncio.create_task(self._drive())
     return self
 
@@ -45,6 +50,7 @@ class LocalClient:
     assert self._driver is not None
     self._driver.cancel()
     await asyncio.gather(self._driver, return_exceptions=True)
+    self._scheduler.driven = False
     for session in list(self._sessions):
       await self.close(session)
 
@@ -84,7 +90,10 @@ class LocalClient:
       RequestFailed: the engine can't compute it.
     """
     if self._driver is None or self._driver.done():
-      raise RuntimeError("LocalClient is used outside of its `async with`")
+      failed = self._driver and not self._driver.cancelled()
+      raise RuntimeError(
+        "LocalClient is used outside of its `async with`, or its driver failed"
+      ) from (self._driver.exception() if self._driver and failed else None)
     sampling = Sampling(
       max_tokens=max_tokens,
       stop_ids=tuple(stop_ids),
@@ -103,7 +112,7 @@ class LocalClient:
     future = asyncio.get_running_loop().create_future()
     self._futures[request] = future
     self._sessions.add(session)
-    self._wake.set()
+    self._awaken()
     try:
       return await future
     finally:
@@ -116,9 +125,14 @@ class LocalClient:
       future = self._futures.get(request)
       if future is not None:
         future.cancel()
-    self._wake.set()
+    self._awaken()
+
+  def _awaken(self) -> None:
+    if self._wake is not None:
+      self._wake.set()
 
   async def _drive(self) -> None:
+    assert self._wake is not None
     try:
       while True:
         # Everything that can run without a token runs first, so that the next

@@ -144,3 +144,19 @@ def move(
     hidden_at=target.hidden_at.at[slot].set(jnp.where(whole, length, -1)),
     active=target.active.at[slot].set(False),
   )
+
+
+def clear(state: DecodeState, slot: jax.Array) -> DecodeState:
+  """The state with nothing in a slot."""
+
+  def emptied(x: jax.Array) -> jax.Array:
+    return x.at[(slice(None),) * (x.ndim - 4) + (slot,)].set(0)
+
+  return state.replace(
+    cache=jax.tree.map(emptied, state.cache),
+    draft_cache=jax.tree.map(emptied, state.draft_cache),
+    length=state.length.at[slot].set(0),
+    hidden=state.hidden.at[slot].set(0),
+    hidden_at=state.hidden_at.at[slot].set(0),
+    active=state.active.at[slot].set(False),
+  )

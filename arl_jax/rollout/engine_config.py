@@ -8,7 +8,8 @@ class EngineConfig:
   """Static shapes of an engine.
 
   Attributes:
-    max_concurrent_decodes: S, slots; 0 takes as many as `cache_bytes` holds.
+    max_concurrent_decodes: S, slots at most; 0 takes as many as `cache_bytes`
+      holds.
     cache_bytes: budget of all slots' caches; 0 sets none.
     prefill_rows: slots that one prefill call extends at most.
     prefill_chunk: tokens a slot that one prefill call appends at most.
@@ -28,6 +29,10 @@ class EngineConfig:
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
+    for name in _INTEGERS:
+      value = getattr(self, name)
+      if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"engine.{name} is {value!r}, not an integer")
     for name in ("prefill_rows", "prefill_chunk", "decode_steps"):
       if getattr(self, name) < 1:
         raise ValueError(f"engine.{name} is {getattr(self, name)}, not >= 1")
@@ -39,3 +44,9 @@ class EngineConfig:
         "engine.max_concurrent_decodes and engine.cache_bytes are both 0; one"
         " of them must say how many slots there are"
       )
+
+
+_INTEGERS = (
+  *("max_concurrent_decodes", "cache_bytes", "prefill_rows", "prefill_chunk"),
+  *("decode_steps", "draft_tokens"),
+)

@@ -69,6 +69,10 @@ class GuardedEngine:
         self._take(), source, request.slot, length
       )
 
+  def clear(self, request: Request) -> None:
+    with self._blaming([request]):
+      self._state = self._engine.clear(self._take(), request.slot)
+
   def start(self, request: Request) -> None:
     with self._blaming([request]):
       self._state = self._engine.start(

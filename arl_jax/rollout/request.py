@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +12,10 @@ import numpy as np
 
 from arl_jax.rollout.stop_strings import StopStrings
 from arl_jax.types import Sample
+
+# Beyond these float32 has no room for what is computed with them.
+_TEMPERATURES = (1e-3, 1e3)
+_LARGEST_BIAS = 1e4
 
 
 class Overloaded(RuntimeError):
@@ -68,10 +72,16 @@ class Sampling:
 
   def validate(self, vocab_size: int) -> None:
     """Raises ValueError naming the field that can't be."""
-    self._check("max_tokens", self.max_tokens >= 1, ">= 1")
-    finite = 0 <= self.temperature < math.inf
-    self._check("temperature", finite, "finite and >= 0")
-    self._check("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)")
+    self._check_types()
+    self._check("max_tokens", 1 <= self.max_tokens < 2**31, ">= 1")
+    low, high = _TEMPERATURES
+    warm = self.temperature == 0 or low <= self.temperature <= high
+    self._check("temperature", warm, f"0 or in {low}..{high}")
+    self._check(
+      "top_k",
+      0 <= self.top_k <= vocab_size,
+      f"in 0..{vocab_size} (0 keeps all tokens)",
+    )
     self._check("top_p", 0 < self.top_p <= 1, "> 0 and <= 1")
     self._check("min_p", 0 <= self.min_p <= 1, "in 0..1")
     self._check("seed", 0 <= self.seed < 2**31, "in 0..2**31 - 1")
@@ -81,10 +91,28 @@ class Sampling:
       self._check(name, inside, known)
     left = len(set(self.forbidden)) < vocab_size
     self._check("forbidden", left, "short of the whole vocabulary")
-    finite = all(math.isfinite(b) for b in self.logit_bias.values())
-    self._check("logit_bias", finite, "of finite values")
+    # Not a comparison that NaN would pass.
+    small = all(abs(b) <= _LARGEST_BIAS for b in self.logit_bias.values())
+    self._check("logit_bias", small, f"of values in ±{_LARGEST_BIAS}")
+
+  def _check_types(self) -> None:
+    for name in ("max_tokens", "top_k", "seed"):
+      self._check(name, _is_integer(getattr(self, name)), "an integer")
+    for name in ("temperature", "top_p", "min_p"):
+      self._check(name, _is_number(getattr(self, name)), "a number")
+    for name in ("stop_ids", "forbidden"):
+      found = getattr(self, name)
+      right = isinstance(found, tuple | list) and all(map(_is_integer, found))
+      self._check(name, right, "a tuple of token ids")
+    bias = self.logit_bias
+    right = isinstance(bias, Mapping) and all(
+      _is_integer(i) and _is_number(b) for i, b in bias.items()
+    )
+    self._check("logit_bias", right, "token ids with numbers")
     # A single string would be taken apart into characters.
-    texts = not isinstance(self.stop_strings, str) and all(self.stop_strings)
+    texts = isinstance(self.stop_strings, tuple | list) and all(
+      isinstance(t, str) and t for t in self.stop_strings
+    )
     self._check("stop_strings", texts, "a tuple of texts that aren't empty")
 
   def refuse_filtered(self) -> None:
@@ -105,6 +133,14 @@ class Sampling:
   def _check(self, name: str, right: bool, wanted: str) -> None:
     if not right:
       raise ValueError(f"{name} is {getattr(self, name)!r}, not {wanted}")
+
+
+def _is_integer(x: Any) -> bool:
+  return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+  return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def validate(ids: Sequence[int], sampling: Sampling, engine: Any) -> None:

@@ -154,11 +154,12 @@ def draw(
   drawn, more = jax.lax.cond(wanted.any(), filtered, plain)
   own = jnp.take_along_axis(z, drawn[:, None], 1)
   logp = (own - top - log_total)[:, 0]
+  filtered_logp = logp + jnp.where(wanted, more, 0.0)
   return Draw(
     ids=drawn,
     logp=logp,
-    sampled_logp=jnp.where(greedy, 0.0, logp + jnp.where(wanted, more, 0.0)),
-    finite=jnp.isfinite(log_total[:, 0] + top[:, 0]),
+    sampled_logp=jnp.where(greedy, 0.0, filtered_logp),
+    finite=jnp.isfinite(log_total[:, 0] + top[:, 0] + filtered_logp),
   )
 
 

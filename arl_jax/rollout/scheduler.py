@@ -47,6 +47,7 @@ class Scheduler:
     timed_out: requests that took too long.
     failed: requests that the engine couldn't compute.
     evicted: times that a session lost its slot to another one's request.
+    driven: whether a client calls `step`; there can be one only.
   """
 
   def __init__(
@@ -71,9 +72,11 @@ class Scheduler:
     """
     self.config = config or SchedulerConfig()
     self.config.validate()
+    engine.check_placed(params)
     self.version = version
     self.prefilled_tokens = self.sampled_tokens = self.reused_tokens = 0
     self.cancelled = self.timed_out = self.failed = self.evicted = 0
+    self.driven = False
     self._limits, self._detokenize, self._clock = engine, detokenize, clock
     self._params = {version: params}
     self._engine = GuardedEngine(engine)
@@ -133,15 +136,20 @@ class Scheduler:
       ValueError: names what can't be.
       Overloaded: too many wait.
     """
-    ids = [operator.index(i) for i in ids]
+    if not isinstance(session, str):
+      raise ValueError(f"session is {session!r}, not a text")
+    try:
+      ids = [operator.index(i) for i in ids]
+    except TypeError as error:
+      raise ValueError(f"ids must be token ids: {error}") from error
     validate(ids, sampling, self._limits)
     if sampling.stop_strings and self._detokenize is None:
       raise ValueError("stop_strings need a scheduler with detokenize")
     if training:
       sampling.refuse_filtered()
     timeout = self.config.timeout if timeout is None else timeout
-    if not 0 < timeout < math.inf:
-      raise ValueError(f"timeout is {timeout}, not a number of seconds > 0")
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+      raise ValueError(f"timeout is {timeout!r}, not a number of seconds > 0")
     if version is not None and version not in self._params:
       raise ValueError(
         f"version {version} isn't held any more, or not yet; held are"
@@ -204,9 +212,14 @@ class Scheduler:
         use a cache of other weights.
 
     Raises:
-      ValueError: the version is older than the current one, or `caches` is
-        unknown.
+      ValueError: the version is older than the current one or no number,
+        `caches` is unknown, or the weights aren't what the engine takes.
     """
+    try:
+      version = operator.index(version)
+    except TypeError as error:
+      raise ValueError(f"version is {version!r}, not an integer") from error
+    self._limits.check_placed(params)
     if caches not in ("recompute", "keep"):
       raise ValueError(f"caches is {caches!r}, not 'recompute' or 'keep'")
     if version < self.version:
@@ -429,17 +442,32 @@ class Scheduler:
   def _generate(self, batch: list[Request]) -> None:
     burst = self._engine.generate(batch, self._params[batch[0].version])
     for request in batch:
-      request.suspect = False
-      self._absorb(request, burst)
+      alone, request.suspect = request.suspect, False
+      if burst.finite[request.slot]:
+        self._absorb(request, burst)
+      else:
+        self._distrust(request, alone=alone)
+
+  def _distrust(self, request: Request, *, alone: bool) -> None:
+    """Logits weren't numbers: by this request, or by what its slot held."""
+    slot = self._slots[request.slot]
+    self._engine.clear(request)
+    if alone:
+      slot.keep(0, None)
+      self._fail(request, "its logits aren't finite")
+    else:
+      self._restart(request)
+      request.suspect = True
 
   def _absorb(self, request: Request, burst: Any) -> None:
     slot = self._slots[request.slot]
-    if not burst.finite[slot.index]:
-      slot.keep(0, None)
-      self._fail(request, "its logits aren't finite")
-      return
     before = len(request.context)
-    kept, finish = request.absorb(burst)
+    try:
+      kept, finish = request.absorb(burst)
+    except Exception as error:  # The caller's detokenize may raise anything.
+      slot.keep(0, None)
+      self._fail(request, error)
+      return
     slot.append(request.context[before:])
     slot.written = max(slot.written, before + int(burst.lengths[slot.index]))
     request.cached = len(request.context)

@@ -58,19 +58,9 @@ def extend(
     ids: [R, C] int32.
     count: [R] int32, ids that count.
   """
-  at = (slice(None), slots)
-
-  def rows_of(x: jax.Array) -> jax.Array:
-    where = at[-1:] if x.ndim == 4 else at
-    return x.at[where].get(mode="fill", fill_value=0)
-
-  def put(whole: jax.Array, rows: jax.Array) -> jax.Array:
-    where = at if whole.ndim == 5 else at[-1:]
-    return whole.at[where].set(rows.astype(whole.dtype), mode="drop")
-
-  part = jax.tree.map(rows_of, state.cache)
-  part, hidden = decoding.extend(
-    params, model, part, ids, start, count, span=span
+  rows = _rows_of(state.cache, slots, span)
+  rows, hidden = decoding.extend(
+    params, model, rows, ids, start, count, span=span
   )
   draft_cache = state.draft_cache
   if draft_cache is not None:
@@ -85,23 +75,61 @@ def extend(
     drafted, _ = speculative.extend_draft(
       params,
       model,
-      jax.tree.map(rows_of, draft_cache),
+      _rows_of(draft_cache, slots, span),
       ids,
       before,
       start[:, None] - 1 + columns,
       real,
       span=span,
     )
-    draft_cache = jax.tree.map(put, draft_cache, drafted)
+    draft_cache = _with_rows(draft_cache, slots, drafted)
   last = jnp.maximum(count - 1, 0)[:, None, None]
+  newest = jnp.take_along_axis(hidden, last, 1)[:, 0]
   length = start + count
   return state.replace(
-    cache=jax.tree.map(put, state.cache, part),
+    cache=_with_rows(state.cache, slots, rows),
     draft_cache=draft_cache,
-    length=put(state.length, length),
-    hidden=put(state.hidden, jnp.take_along_axis(hidden, last, 1)[:, 0]),
-    hidden_at=put(state.hidden_at, length),
+    length=state.length.at[slots].set(length, mode="drop"),
+    hidden=state.hidden.at[slots].set(
+      newest.astype(state.hidden.dtype), mode="drop"
+    ),
+    hidden_at=state.hidden_at.at[slots].set(length, mode="drop"),
   )
+
+
+def _is_blocks(x: Any) -> bool:
+  return isinstance(x, list)
+
+
+def _rows_of(cache: Any, slots: jax.Array, span: int) -> Any:
+  """The slots' rows of those blocks that reach as far as `span`."""
+
+  def rows_of(blocks: list[jax.Array]) -> list[jax.Array]:
+    found: list[jax.Array] = []
+    while not found or sum(x.shape[-2] for x in found) < span:
+      if len(found) == len(blocks):
+        break
+      block = blocks[len(found)]
+      at = (slice(None),) * (block.ndim - 4) + (slots,)
+      found.append(block.at[at].get(mode="fill", fill_value=0))
+    return found
+
+  return jax.tree.map(rows_of, cache, is_leaf=_is_blocks)
+
+
+def _with_rows(cache: Any, slots: jax.Array, rows: Any) -> Any:
+  """The cache with these rows in place of the slots' own."""
+
+  def put(blocks: list[jax.Array], new: list[jax.Array]) -> list[jax.Array]:
+    at = (slice(None),) * (blocks[0].ndim - 4) + (slots,)
+    # Fewer than there are blocks: those beyond the span stay.
+    changed = [
+      block.at[at].set(x.astype(block.dtype), mode="drop")
+      for block, x in zip(blocks, new, strict=False)
+    ]
+    return changed + blocks[len(new) :]
+
+  return jax.tree.map(put, cache, rows, is_leaf=_is_blocks)
 
 
 def generate(

@@ -8,15 +8,15 @@ from arl_jax.rollout.decode_state import DecodeState
 from arl_jax.rollout.request import Sampling
 
 if TYPE_CHECKING:
-  from arl_jax.rollout.engine import Engine
+  from arl_jax.rollout.slot_engine import SlotEngine
 
 
-def warm_up(engine: Engine, params: Any) -> None:
+def warm_up(engine: SlotEngine, params: Any) -> None:
   """Calls each program of the methods on slots, with tokens of no request.
 
   Args:
     engine: whose.
-    params: from `Engine.place`.
+    params: from `SlotEngine.place`.
   """
   state = engine.init_decode_state()
   shapes = {
@@ -33,11 +33,12 @@ def warm_up(engine: Engine, params: Any) -> None:
     for k in range(engine.config.draft_tokens + 1):
       state = _generated(engine, params, state, span, k)
   if engine.slots > 1:
-    engine.copy_prefix(state, 0, 1, 1)
+    state = engine.copy_prefix(state, 0, 1, 1)
+  engine.clear(state, 0)
 
 
 def _generated(
-  engine: Engine, params: Any, state: DecodeState, span: int, k: int
+  engine: SlotEngine, params: Any, state: DecodeState, span: int, k: int
 ) -> DecodeState:
   """Runs one generate program twice: to compile it, and for its cost."""
   steps = engine.config.decode_steps

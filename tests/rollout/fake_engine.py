@@ -103,6 +103,15 @@ class FakeEngine:
     self.on_call("init", None)
     return _State([_Row() for _ in range(self.slots)])
 
+  def check_placed(self, params):
+    if not isinstance(params, Params):
+      raise ValueError(f"weights are {params!r}")
+
+  def clear(self, state, slot):
+    state = self._taken(state, "clear", slot)
+    state.rows[slot] = _Row()
+    return state
+
   def reusable(self, held, wanted):
     assert 0 <= wanted <= held
     if held == wanted:
