@@ -40,7 +40,7 @@ from benchmarks import distilled
 from benchmarks.timing import interleaved
 from configs import smollm2_135m
 
-_STEPS = flags.DEFINE_integer("steps", 24, "Updates of the distillation.")
+_STEPS = flags.DEFINE_integer("steps", 40, "Updates of the distillation.")
 _MODULE = flags.DEFINE_string("module", "", "Where the module is kept (.npz).")
 _DRAFT_IDS = flags.DEFINE_integer(
   "draft_ids", 8192, "Most frequent ids that drafts may be; 0 is all."

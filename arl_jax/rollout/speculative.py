@@ -156,6 +156,8 @@ class DraftPolicy:
 
   # Weight of the newest step in the running shares.
   _RATE = 0.02
+  # Drafts that the hopeful beginning counts as.
+  _HOPE = 4
   # Calls after which one draft more is tried once.
   _RETRY = 128
 
@@ -200,7 +202,9 @@ class DraftPolicy:
     self.accepted[:k] += accepted
     for i in range(k):
       if proposed[i]:
-        keep = (1 - self._RATE) ** int(proposed[i])
+        # A plain mean at first: what it begins with soon counts for little.
+        rate = max(self._RATE, 1 / (self._HOPE + int(self.proposed[i])))
+        keep = (1 - rate) ** int(proposed[i])
         share = accepted[i] / proposed[i]
         self._share[i] = keep * self._share[i] + (1 - keep) * share
     old = self._cost.get(k, seconds)

@@ -12,6 +12,7 @@ from arl_jax.model import decoding, transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout import sampling, speculative
 from arl_jax.rollout.decode_state import DecodeState
+from arl_jax.rollout.sampling import Draw
 from arl_jax.rollout.speculative import DraftHead
 
 
@@ -164,22 +165,34 @@ def generate(
     steps=jnp.zeros((), jnp.int32),
   )
 
-  def go_on(carry: tuple[DecodeState, Burst]) -> jax.Array:
-    state, burst = carry
+  # With drafts a step draws its successor's first token too, so that the head
+  # is read once for all of them.
+  first = None
+  if k:
+    logits = transformer.unembed(params, state.hidden)
+    first = sampling.draw(logits, state.sampling)
+
+  def go_on(carry: tuple[DecodeState, Burst, Draw | None]) -> jax.Array:
+    state, burst, _ = carry
     return (burst.steps < steps) & (state.active & chosen).any()
 
-  def step(carry: tuple[DecodeState, Burst]) -> tuple[DecodeState, Burst]:
-    state, burst = carry
-    return _step(model, k, span, max_length, params, head, state, chosen, burst)
+  def step(
+    carry: tuple[DecodeState, Burst, Draw | None],
+  ) -> tuple[DecodeState, Burst, Draw | None]:
+    return _step(model, k, span, max_length, params, head, chosen, *carry)
 
-  return jax.lax.while_loop(go_on, step, (state, burst))
+  state, burst, _ = jax.lax.while_loop(go_on, step, (state, burst, first))
+  return state, burst
 
 
-def _step(model, k, span, max_length, params, head, state, chosen, burst):
+def _step(
+  model, k, span, max_length, params, head, chosen, state, burst, first
+):
   """Draws a token, drafts k more, scores them all, keeps what agrees."""
   on = state.active & chosen
-  logits = transformer.unembed(params, state.hidden)
-  first = sampling.draw(logits, state.sampling)
+  if first is None:
+    logits = transformer.unembed(params, state.hidden)
+    first = sampling.draw(logits, state.sampling)
   # No room is needed for what a request may not have.
   room = jnp.minimum(
     state.sampling.limit - state.sampling.sampled, max_length - state.length
@@ -203,9 +216,10 @@ def _step(model, k, span, max_length, params, head, state, chosen, burst):
     return_experts=bool(model.moe_layers),
   )
   draws = [first]
-  for i in range(k):
-    logits = transformer.unembed(params, hidden[:, i])
-    draws.append(sampling.draw(logits, state.sampling, i + 1))
+  if k:
+    logits = transformer.unembed(params, hidden)
+    for i in range(k + 1):
+      draws.append(sampling.draw(logits[:, i], state.sampling, i + 1))
   agreed = jnp.stack(
     [tokens[:, i] == draws[i].ids for i in range(k + 1)], 1
   ) & (jnp.arange(k + 1) < count[:, None])
@@ -214,12 +228,13 @@ def _step(model, k, span, max_length, params, head, state, chosen, burst):
   stopped_before = jnp.cumsum(stops, 1) - stops > 0
   kept = jnp.cumprod(agreed & ~stopped_before, 1).astype(bool)
   n = kept.sum(1)
-  finite = jnp.stack([d.finite for d in draws], 1)
+  own = draws[: k + 1]
+  finite = jnp.stack([d.finite for d in own], 1)
   finite = jnp.where(kept, finite, True).all(1)
   draws_of = {
     "tokens": tokens,
-    "log_prob": jnp.stack([d.logp for d in draws], 1),
-    "sampled_logp": jnp.stack([d.sampled_logp for d in draws], 1),
+    "log_prob": jnp.stack([d.logp for d in own], 1),
+    "sampled_logp": jnp.stack([d.sampled_logp for d in own], 1),
   }
   if chosen_experts:
     draws_of["experts"] = chosen_experts[0]
@@ -239,7 +254,7 @@ def _step(model, k, span, max_length, params, head, state, chosen, burst):
     max_length,
   )
   tried = kept[:, :k] & ~stops[:, :k] & (jnp.arange(1, k + 1) < count[:, None])
-  return state, burst.replace(
+  burst = burst.replace(
     **_written(burst, draws_of, n),
     lengths=burst.lengths + n,
     stopped=burst.stopped | ended,
@@ -248,6 +263,13 @@ def _step(model, k, span, max_length, params, head, state, chosen, burst):
     accepted=burst.accepted + (tried & kept[:, 1:]).sum(0),
     steps=burst.steps + 1,
   )
+  return state, burst, _nth(draws, n) if k else None
+
+
+def _nth(draws: list[Draw], n: jax.Array) -> Draw:
+  """Of each slot its own one, counted from 0."""
+  at = jnp.arange(n.shape[0])
+  return jax.tree.map(lambda *parts: jnp.stack(parts)[n, at], *draws)
 
 
 def _advanced(
