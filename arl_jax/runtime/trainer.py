@@ -96,9 +96,6 @@ class Trainer:
     self._engine = Engine(
       self.model, config.engine, max_length=config.agent.token_budget + 1
     )
-    self._scheduler = Scheduler(
-      self._engine, self._rollout_params(), self.learner.version
-    )
 
   def close(self) -> None:
     self._metrics.close()
@@ -307,9 +304,14 @@ class Trainer:
   ) -> list[Episode | None]:
     """Rolls out jobs with the published weights."""
     began = time.monotonic()
+    # The last bits of a number depend on which requests share a call, so none
+    # may depend on what was rolled out before: a resumed run hasn't done that.
+    scheduler = Scheduler(
+      self._engine, self._rollout_params(), self.learner.version
+    )
 
     async def run() -> list[Episode | None]:
-      async with LocalClient(self._scheduler) as client:
+      async with LocalClient(scheduler) as client:
         return await run_jobs(
           jobs,
           self.problem,
@@ -321,13 +323,10 @@ class Trainer:
           should_stop=self._should_stop,
         )
 
-    scheduler = self._scheduler
-    scheduler.update_weights(self._rollout_params(), self.learner.version)
-    before = scheduler.sampled_tokens, scheduler.prefilled_tokens
     episodes = self._run(run())
     tokens = self.position.tokens
-    tokens["rollout_sampled"] += scheduler.sampled_tokens - before[0]
-    tokens["rollout_prefilled"] += scheduler.prefilled_tokens - before[1]
+    tokens["rollout_sampled"] += scheduler.sampled_tokens
+    tokens["rollout_prefilled"] += scheduler.prefilled_tokens
     tokens["rollout_seconds"] += time.monotonic() - began
     return episodes
 
