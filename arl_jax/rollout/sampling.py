@@ -3,8 +3,8 @@
 A token is drawn by an exponential race: of independent E_v ~ Exp(1), the v that
 maximises p_v / E_v has distribution p. E depends on (seed, index, v) alone, so
 that the same request gets the same token whatever shares its batch (up to the
-rounding of p), and a draft model that knows the E guesses what the policy itself
-will draw.
+rounding of p), and a draft model that knows the E guesses what the policy
+itself will draw.
 """
 
 from __future__ import annotations
