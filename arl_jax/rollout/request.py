@@ -288,16 +288,32 @@ class Request:
       self._experts.append(burst.experts[row, :kept].copy())
     return kept, finish
 
-  def sample(self, finish: str) -> Sample:
-    """The result of a request that ended for this reason."""
-    experts = np.concatenate(self._experts) if self._experts else None
+  def sample(self, finish: str | None, first: int = 0) -> Sample:
+    """What was sampled.
+
+    Args:
+      finish: why the request ended, None while it goes on.
+      first: tokens from this one on.
+    """
+    experts = self._experts_from(first) if self._experts else None
     return Sample(
-      ids=np.array(self.context[len(self.ids) :], np.int32),
-      logp=np.array(self._logp, np.float32),
-      versions=np.array(self._versions, np.int32),
-      stopped=finish != "length",
-      sampled_logp=np.array(self._sampled_logp, np.float32),
+      ids=np.array(self.context[len(self.ids) + first :], np.int32),
+      logp=np.array(self._logp[first:], np.float32),
+      versions=np.array(self._versions[first:], np.int32),
+      stopped=finish not in (None, "length"),
+      sampled_logp=np.array(self._sampled_logp[first:], np.float32),
       experts=experts,
-      cache_versions=np.array(self._cache_versions, np.int32),
+      cache_versions=np.array(self._cache_versions[first:], np.int32),
       finish=finish,
     )
+
+  def _experts_from(self, first: int) -> np.ndarray:
+    """Reads from the end, so that a stream's parts take linear time in all."""
+    wanted = self.sampled - first
+    parts, found = [self._experts[-1][:0]], 0
+    for burst in reversed(self._experts):
+      if found >= wanted:
+        break
+      parts.append(burst)
+      found += len(burst)
+    return np.concatenate(parts[::-1])[found - wanted :]

@@ -105,6 +105,11 @@ class Scheduler:
     return sum(s.session is not None for s in self._slots)
 
   @property
+  def versions(self) -> tuple[int, ...]:
+    """Policy versions whose weights are held, in order."""
+    return tuple(sorted(self._params))
+
+  @property
   def busy(self) -> bool:
     """Whether `step` has anything to do."""
     return bool(self._waiting or self.running or self._finished)
@@ -153,7 +158,7 @@ class Scheduler:
     if version is not None and version not in self._params:
       raise ValueError(
         f"version {version} isn't held any more, or not yet; held are"
-        f" {sorted(self._params)}"
+        f" {list(self.versions)}"
       )
     if len(self._waiting) >= self.config.max_waiting + len(self._slots.idle()):
       raise Overloaded(
@@ -247,7 +252,7 @@ class Scheduler:
     Returns:
       Requests that ended, with a result or an error.
     """
-    self._expire()
+    self._end_late()
     try:
       if not self._engine.alive:
         self._renew()
@@ -255,6 +260,14 @@ class Scheduler:
         self._work()
     except EngineFailure as failure:
       self._recover(failure)
+    return self._take_finished()
+
+  def expire(self) -> list[Request]:
+    """A `step` that only ends requests whose time is over."""
+    self._end_late()
+    return self._take_finished()
+
+  def _take_finished(self) -> list[Request]:
     finished, self._finished = self._finished, []
     return finished
 
@@ -277,7 +290,7 @@ class Scheduler:
     running = [s.request for s in self._slots if s.request is not None]
     return [*self._waiting, *running]
 
-  def _expire(self) -> None:
+  def _end_late(self) -> None:
     now = self._clock()
     for request in self._unfinished():
       if now >= request.deadline:

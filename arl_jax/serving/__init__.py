@@ -1,0 +1,1 @@
+"""The rollout server: HTTP and gRPC around one engine."""
