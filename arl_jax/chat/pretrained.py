@@ -183,12 +183,35 @@ class PretrainedTokenizer:
     A mark that a message or tool spells, also one of the assistant's, is text:
     the template doesn't see it, and none comes of it.
     """
-    text = self.render(
+    text = self.render_guarded(
+      messages,
+      tools=tools,
+      add_generation_prompt=add_generation_prompt,
+      variables=variables,
+    )
+    return self.encode_guarded(text)
+
+  def render_guarded(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+  ) -> str:
+    """`render`'s text with numbers for marks that messages and tools spell.
+
+    All marks in it are the template's; `encode_guarded` gives its ids.
+    """
+    return self.render(
       self._hidden(messages),
       tools=self._hidden(tools),
       add_generation_prompt=add_generation_prompt,
       variables=variables,
     )
+
+  def encode_guarded(self, text: str) -> list[int]:
+    """Ids of what `render_guarded` wrote, or of a part of it."""
     ids: list[int] = []
     # Text and number of a hidden mark by turns.
     pieces = re.split(f"{_OPEN}([0-9]+){_CLOSE}", text)
@@ -206,7 +229,11 @@ class PretrainedTokenizer:
         lambda m: f"{_OPEN}{self._names.index(m[0])}{_CLOSE}", value
       )
     if isinstance(value, Mapping):
-      return {k: self._hidden(v) for k, v in value.items()}
+      # A name that a template asks for is an identifier, a mark isn't.
+      return {
+        k if k.isidentifier() else self._hidden(k): self._hidden(v)
+        for k, v in value.items()
+      }
     if isinstance(value, (list, tuple)):
       return [self._hidden(v) for v in value]
     return value

@@ -15,15 +15,8 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from arl_jax.chat import tokenizer as tok
+from arl_jax.chat.replies import MalformedCall
 from arl_jax.types import ToolCall
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MalformedCall:
-  """A call that can't be executed, and why."""
-
-  text: str
-  problem: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
