@@ -34,7 +34,9 @@ def run(
   )
 
 
-def stop_on_signals() -> Callable[[], bool]:
+def stop_on_signals(
+  what: str = "stopping after this step",
+) -> Callable[[], bool]:
   """The first Ctrl-C or SIGTERM asks the run to stop; a second one ends it."""
   asked: list[int] = []
 
@@ -42,7 +44,7 @@ def stop_on_signals() -> Callable[[], bool]:
     if asked:
       raise KeyboardInterrupt
     asked.append(number)
-    print("\nstopping after this step; again to stop at once", file=sys.stderr)
+    print(f"\n{what}; again to stop at once", file=sys.stderr)
 
   signal.signal(signal.SIGINT, ask)
   signal.signal(signal.SIGTERM, ask)

@@ -246,6 +246,32 @@ class Scheduler:
         self._restart(request)
     self._drop_params()
 
+  def adopt(self, params: Any, version: int) -> None:
+    """Goes on with weights of another lineage, whatever their number.
+
+    What the old ones computed is worth nothing: two lineages may give one
+    number to different weights. Running requests are computed again; those
+    pinned to a version fail.
+
+    Args:
+      params: weights as the engine takes them.
+      version: of these weights.
+
+    Raises:
+      ValueError: the weights aren't what the engine takes.
+    """
+    self._limits.check_placed(params)
+    for request in self._unfinished():
+      if request.pinned:
+        self._fail(request, f"version {request.version} was abandoned")
+    self._params, self.version = {version: params}, version
+    for slot in self._slots:
+      slot.keep(0, None)
+      if slot.request is not None:
+        self._restart(slot.request)
+    for request in self._unfinished():
+      request.version = version
+
   def step(self) -> list[Request]:
     """Does one piece of work: at most one prefill and one generate call.
 

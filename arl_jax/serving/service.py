@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -199,24 +200,29 @@ class Service:
     self._commands.put(functools.partial(self._close_session, session))
 
   async def update_weights(
-    self, params: Any, version: int, caches: Any = None
+    self, params: Any, version: int, *, abandon: bool = False
   ) -> None:
     """Goes on with new weights between two steps.
 
     Args:
       params: from `Engine.place`.
       version: of these weights.
-      caches: "recompute" or "keep"; the configured one by default.
+      abandon: they follow others than those that are held: see
+        `Scheduler.adopt`.
 
     Raises:
       ValueError: as `Scheduler.update_weights`.
       Unavailable: the service isn't running.
     """
-    await self._ask(
-      lambda: self._scheduler.update_weights(
-        params, version, caches or self.config.caches
-      )
-    )
+
+    def update() -> None:
+      if abandon:
+        self._scheduler.adopt(params, version)
+      else:
+        caches: Any = self.config.caches
+        self._scheduler.update_weights(params, version, caches)
+
+    await self._ask(update)
 
   def pause(self) -> None:
     """Computes nothing until `resume`; requests wait, their time goes on."""
@@ -408,10 +414,9 @@ def _put_all(items: list[tuple[Stream, Sample | Exception]]) -> None:
 def _post(
   loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any
 ) -> None:
-  try:
+  # A closed loop has nobody who waits.
+  with contextlib.suppress(RuntimeError):
     loop.call_soon_threadsafe(function, *args)
-  except RuntimeError:
-    pass  # The loop is closed: nobody waits any more.
 
 
 def _brief(error: BaseException) -> str:

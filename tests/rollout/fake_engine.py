@@ -52,7 +52,7 @@ class _State:
 
 
 class FakeEngine:
-  """Next token = hash of prefix, seed and index.
+  """Next token = hash of prefix, seed and index, if `sample` isn't another.
 
   A behaviour log-prob is minus the oldest version among the cache entries that
   the token depends on, `sampled_logp` minus the newest. `on_call(name,
@@ -73,11 +73,12 @@ class FakeEngine:
     window=0,
     drafts=False,
     on_call: Callable = lambda name, argument: None,
+    sample: Callable = next_token,
   ):
     self.slots, self.max_length = slots, max_length
     self.prefill_rows, self.prefill_chunk = prefill_rows, prefill_chunk
     self.burst, self.window, self.on_call = burst, window, on_call
-    self.drafts = drafts
+    self.drafts, self.sample = drafts, sample
     self.calls = []
     self.violations = []
     # Tokens whose presence makes logits not finite.
@@ -201,7 +202,7 @@ class FakeEngine:
     length = 1 + len(row.full) % self.burst
     for i in range(length):
       prefix = [t for t, _ in row.full]
-      token = next_token(params.version, prefix, sampling.seed, row.sampled)
+      token = self.sample(params.version, prefix, sampling.seed, row.sampled)
       out.log_prob[slot, i] = -min(v for _, v in row.full)
       out.sampled_logp[slot, i] = -max(v for _, v in row.full)
       out.experts[slot, i] = token

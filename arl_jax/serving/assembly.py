@@ -1,0 +1,112 @@
+"""Puts a server together from its configuration."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from arl_jax import checkpoints
+from arl_jax.chat.formats import ChatFormat, format_of
+from arl_jax.chat.pretrained import PretrainedTokenizer, load_tokenizer
+from arl_jax.rollout.engine import Engine
+from arl_jax.rollout.scheduler import Scheduler
+from arl_jax.serving.replica import first_version
+from arl_jax.serving.serve_config import ServeConfig
+from arl_jax.serving.server import Server
+from arl_jax.serving.service import Service
+from arl_jax.weights import Subscriber
+
+
+def assemble(config: ServeConfig) -> Server:
+  """Loads a model and makes a server of it, which compiles once it runs.
+
+  Raises:
+    ValueError: names the field that can't be, or what a file lacks.
+    OSError: a file isn't there, or the port is taken.
+  """
+  config.validate()
+  tokenizer = load_tokenizer(config.tokenizer or config.checkpoint)
+  model, params = checkpoints.load(config.checkpoint, dtype=config.dtype)
+  dtype = jnp.dtype(config.dtype)
+  engine = Engine(
+    model,
+    config.engine,
+    max_length=config.max_length,
+    dtype=dtype,
+    tokenizer=tokenizer,
+  )
+  subscriber = None
+  if config.serving.weights:
+    subscriber = Subscriber(config.serving.weights, _like(params))
+  service = Service(
+    _maker(config, engine, tokenizer, params, subscriber),
+    engine,
+    tokenizer,
+    config.serving,
+  )
+  return Server(
+    service,
+    model=config.serving.model_name or _name(config.checkpoint),
+    chat_format=_chat_format(config, tokenizer),
+    subscriber=subscriber,
+  )
+
+
+def _like(params: Any) -> Any:
+  """Shapes, dtypes and places of parameters."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    params,
+  )
+
+
+def _maker(
+  config: ServeConfig,
+  engine: Engine,
+  tokenizer: PretrainedTokenizer,
+  params: Any,
+  subscriber: Subscriber | None,
+):
+  """What makes the scheduler, in the thread that will drive it."""
+  held = [params]
+
+  def make() -> Scheduler:
+    weights, version = held.pop(), 0
+    if subscriber is not None:
+      found = first_version(
+        subscriber,
+        config.first_version_seconds,
+        config.serving.poll_seconds,
+      )
+      weights, version = found.params, found.version.number
+    placed = engine.place(weights)
+    engine.warm_up(placed)
+    return Scheduler(
+      engine,
+      placed,
+      version,
+      config=config.scheduler,
+      detokenize=tokenizer.decode,
+    )
+
+  return make
+
+
+def _chat_format(
+  config: ServeConfig, tokenizer: PretrainedTokenizer
+) -> ChatFormat | None:
+  try:
+    return format_of(tokenizer, config.chat_format)
+  except ValueError as error:
+    if config.chat_format != "auto":
+      raise
+    logging.warning("no chats are served: %s", error)
+    return None
+
+
+def _name(checkpoint: str) -> str:
+  return os.path.basename(checkpoint.rstrip("/")).removesuffix(".gguf")

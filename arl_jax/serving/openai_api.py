@@ -1,0 +1,435 @@
+"""OpenAI's HTTP API over a service, with extensions for training.
+
+A request's fields beyond OpenAI's: `session`, `record`, `training`, `timeout`,
+`version`, `top_k`, `min_p`, `stop_token_ids`, `forbidden_token_ids`, `return_tokens`. With
+the last, every choice has `tokens`: ids, log-probs, versions and experts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from arl_jax.chat.formats import ChatFormat
+from arl_jax.chat.messages import ChatMessage, parse_messages, parse_tools
+from arl_jax.chat.replies import collect
+from arl_jax.rollout.request import Sampling
+from arl_jax.serving.body import parse_object
+from arl_jax.serving.choices import Choice, PlainReader, Reader
+from arl_jax.serving.http_errors import HttpError, describe
+from arl_jax.serving.metrics import Metrics
+from arl_jax.serving.openai_answers import Answer
+from arl_jax.serving.openai_requests import (
+  Options,
+  choice_seed,
+  read_chat,
+  read_completion,
+)
+from arl_jax.serving.receiving import gone, read_body, until_gone
+from arl_jax.serving.recorder import Recording, Turn
+from arl_jax.serving.service import Service
+from arl_jax.serving.sessions import Sessions
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Job:
+  """One request as it is served.
+
+  Attributes:
+    options: of the request.
+    answer: makes what is told.
+    prompts: token ids of each choice.
+    choices: that sample.
+    recording: that the request belongs to, None outside of a session.
+    turn: of that recording.
+    chat: whether it's one.
+  """
+
+  options: Options
+  answer: Answer
+  prompts: list[Sequence[int]]
+  choices: list[Choice]
+  recording: Recording | None
+  turn: Turn | None
+  chat: bool
+
+
+class OpenAI:
+  """Handlers of one model's endpoints."""
+
+  def __init__(
+    self,
+    service: Service,
+    sessions: Sessions,
+    metrics: Metrics,
+    *,
+    model: str,
+    chat_format: ChatFormat | None,
+  ):
+    """Makes handlers.
+
+    Args:
+      service: that samples.
+      sessions: recordings.
+      metrics: where requests are counted.
+      model: as the API calls it.
+      chat_format: of the model, None if it has none: it has no chats then.
+    """
+    self._service, self._sessions, self._metrics = service, sessions, metrics
+    self._model, self._format = model, chat_format
+
+  async def models(self, request: Request) -> Response:
+    """GET /v1/models."""
+    return JSONResponse({"object": "list", "data": [self._model_json()]})
+
+  async def model(self, request: Request) -> Response:
+    """GET /v1/models/{name}."""
+    self._check_model(request.path_params["name"])
+    return JSONResponse(self._model_json())
+
+  async def completions(self, request: Request) -> Response:
+    """POST /v1/completions."""
+    fields = await self._fields(request)
+    asked = read_completion(
+      fields,
+      max_choices=self._service.config.max_choices,
+      session=request.path_params.get("session"),
+    )
+    options = asked.options
+    self._check_model(options.model)
+    prompts: list[Sequence[int]] = []
+    for prompt in asked.prompts:
+      if isinstance(prompt, str):
+        ids = await asyncio.to_thread(self._service.tokenizer.encode, prompt)
+        bos = getattr(self._service.tokenizer, "bos_id", None)
+        prompts.append(ids if bos is None or ids[:1] == [bos] else [bos, *ids])
+      else:
+        prompts.append(prompt)
+    recording = turn = None
+    if options.session and len(prompts) > 1:
+      raise HttpError(400, "one at a time in a session", field="prompt")
+    if options.session and options.record:
+      recording = self._sessions.use(options.session)
+      turn = recording.plain(prompts[0], options.sampling.temperature)
+    decode = self._service.tokenizer.decode
+    with _abandoned_on_error(recording, turn):
+      self._check_room("prompt", prompts, options)
+      stops = (*self._service.tokenizer.eos_ids, *options.sampling.stop_ids)
+      job = _Job(
+        options=options,
+        answer=self._answer(options, chat=False),
+        prompts=[p for p in prompts for _ in range(options.n)],
+        choices=[],
+        recording=recording,
+        turn=turn,
+        chat=False,
+      )
+      readers: list[Reader] = [PlainReader(decode) for _ in job.prompts]
+      self._open(job, readers, stops)
+    return await self._serve(request, job)
+
+  async def chat(self, request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    if self._format is None:
+      raise HttpError(
+        404, "the model has no chat format; use /v1/completions instead"
+      )
+    formatter = self._format
+    fields = await self._fields(request)
+    asked = read_chat(
+      fields,
+      max_choices=self._service.config.max_choices,
+      session=request.path_params.get("session"),
+    )
+    options = asked.options
+    self._check_model(options.model)
+    messages, tools = parse_messages(asked.messages), parse_tools(asked.tools)
+    recording = turn = None
+    if options.session and options.record:
+      recording = self._sessions.use(options.session)
+      turn = await asyncio.to_thread(
+        recording.chat,
+        messages,
+        tools,
+        asked.effort,
+        options.sampling.temperature,
+        formatter,
+      )
+      prompt = turn.prompt
+    else:
+      prompt = await asyncio.to_thread(
+        formatter.render, messages, tools, effort=asked.effort
+      )
+    with _abandoned_on_error(recording, turn):
+      self._check_room("messages", [prompt], options)
+      job = _Job(
+        options=options,
+        answer=self._answer(options, chat=True),
+        prompts=[prompt] * options.n,
+        choices=[],
+        recording=recording,
+        turn=turn,
+        chat=True,
+      )
+      readers: list[Reader] = [
+        formatter.parser(
+          tools,
+          call_prefix=f"call_{uuid.uuid4().hex[:16]}_",
+          effort=asked.effort,
+        )
+        for _ in range(options.n)
+      ]
+      stops = (*formatter.stop_ids, *options.sampling.stop_ids)
+      self._open(job, readers, stops)
+    return await self._serve(request, job)
+
+  # What both have in common.
+
+  async def _fields(self, request: Request) -> dict[str, Any]:
+    body = await read_body(request, self._service.config.max_body_bytes)
+    # A large body takes long, and others wait for the loop.
+    return await asyncio.to_thread(parse_object, body)
+
+  def _model_json(self) -> dict[str, Any]:
+    return {
+      "id": self._model,
+      "object": "model",
+      "created": 0,
+      "owned_by": "arl_jax",
+      "version": self._service.load().version,
+      "max_model_len": self._service.engine.max_length,
+    }
+
+  def _check_model(self, name: str | None) -> None:
+    if name is not None and name != self._model:
+      raise HttpError(
+        404,
+        f"{name[:80]!r} isn't served here; {self._model!r} is",
+        field="model",
+        code="model_not_found",
+      )
+
+  def _answer(self, options: Options, *, chat: bool) -> Answer:
+    return Answer(
+      chat=chat,
+      request_id=uuid.uuid4().hex,
+      model=self._model,
+      piece=self._service.tokenizer.piece,
+      logprobs=options.logprobs,
+      return_tokens=options.return_tokens,
+    )
+
+  def _check_room(
+    self, field: str, prompts: list[Sequence[int]], options: Options
+  ) -> None:
+    longest = self._service.engine.max_length
+    for prompt in prompts:
+      asked = options.sampling.max_tokens or 1
+      if len(prompt) + asked > longest:
+        raise HttpError(
+          400,
+          f"{len(prompt)} tokens and max_tokens {asked} are more than"
+          f" the {longest} that a slot holds",
+          field=field,
+          code="context_length_exceeded",
+        )
+
+  def _open(
+    self, job: _Job, readers: list[Reader], stop_ids: Sequence[int]
+  ) -> None:
+    options = job.options
+    try:
+      for i, (prompt, reader) in enumerate(
+        zip(job.prompts, readers, strict=True)
+      ):
+        sampling = self._sampling(options.sampling, prompt, stop_ids, i)
+        stream = self._service.open(
+          prompt,
+          sampling,
+          session=options.session,
+          training=options.training,
+          timeout=options.timeout,
+          version=options.version,
+        )
+        timer = self._metrics.timer()
+        job.choices.append(
+          Choice(i, stream, reader, sampling.stop_strings, timer.on_part)
+        )
+    except Exception:
+      _close(job.choices)
+      raise
+
+  def _sampling(
+    self,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    stop_ids: Sequence[int],
+    index: int,
+  ) -> Sampling:
+    room = self._service.engine.max_length - len(prompt)
+    return dataclasses.replace(
+      sampling,
+      max_tokens=sampling.max_tokens or room,
+      stop_ids=tuple(dict.fromkeys(stop_ids)),
+      seed=choice_seed(sampling.seed, index),
+    )
+
+  async def _serve(self, request: Request, job: _Job) -> Response:
+    if job.options.stream:
+      # An error before the first token still gets a status.
+      events = self._events(job)
+      first = await until_gone(request, anext(events), events.aclose)
+      return _EventResponse(first, events)
+    whole = await until_gone(request, self._whole(job))
+    return JSONResponse(whole)
+
+  async def _whole(self, job: _Job) -> dict[str, Any]:
+    with _closing(job):
+      async with asyncio.TaskGroup() as group:
+        for choice in job.choices:
+          group.create_task(_read(choice))
+      self._keep(job)
+    return job.answer.whole(job.choices, job.prompts)
+
+  async def _events(self, job: _Job) -> AsyncIterator[dict[str, Any]]:
+    """JSON of a stream's parts, as choices give them."""
+    parts: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+
+    async def pump(choice: Choice, prompt: Sequence[int]) -> None:
+      try:
+        async for part, deltas in choice:
+          if part.finish is not None:
+            self._keep(job, choice)
+          if not choice.begun:
+            choice.begun = True
+            if (head := job.answer.first(choice.index, prompt)) is not None:
+              parts.put_nowait(head)
+          parts.put_nowait(job.answer.part(choice, part, deltas))
+        parts.put_nowait(None)
+      except Exception as error:
+        parts.put_nowait(error)
+
+    with _closing(job):
+      tasks = [
+        asyncio.create_task(pump(c, p))
+        for c, p in zip(job.choices, job.prompts, strict=True)
+      ]
+      try:
+        running = len(tasks)
+        while running:
+          event = await parts.get()
+          if event is None:
+            running -= 1
+          elif isinstance(event, Exception):
+            raise event
+          else:
+            yield event
+        if job.options.include_usage:
+          yield job.answer.usage_part(job.choices, job.prompts)
+      finally:
+        for task in tasks:
+          task.cancel()
+
+  def _keep(self, job: _Job, choice: Choice | None = None) -> None:
+    """Records a turn that is done."""
+    if job.recording is None or job.turn is None:
+      return
+    choice = choice or job.choices[0]
+    turn, job.turn = job.turn, None
+    if not job.chat:
+      job.recording.commit(turn, choice.sample)
+      return
+    reply = collect(choice.deltas).message()
+    seen = ChatMessage(
+      role="assistant",
+      content=choice.text,
+      reasoning=choice.reasoning,
+      tool_calls=choice.calls,
+    )
+    job.recording.commit(turn, choice.sample, reply, seen)
+
+
+async def _read(choice: Choice) -> None:
+  async for _ in choice:
+    pass
+
+
+def _close(choices: Sequence[Choice]) -> None:
+  for choice in choices:
+    choice.stream.close()
+
+
+@contextlib.contextmanager
+def _closing(job: _Job):
+  """Gives up, in the end, whatever isn't done."""
+  try:
+    yield
+  except BaseExceptionGroup as group:
+    # One choice's error is all that a client can be told.
+    raise group.exceptions[0] from None
+  finally:
+    _close(job.choices)
+    if job.recording is not None and job.turn is not None:
+      job.recording.abandon(job.turn)
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(recording: Recording | None, turn: Turn | None):
+  try:
+    yield
+  except BaseException:
+    if recording is not None and turn is not None:
+      recording.abandon(turn)
+    raise
+
+
+class _EventResponse(StreamingResponse):
+  """Server-sent events; an error amid them is the last one."""
+
+  def __init__(
+    self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]
+  ):
+    super().__init__(
+      self._lines(first, rest),
+      media_type="text/event-stream",
+      headers={"cache-control": "no-cache"},
+    )
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    """Also notices a client that leaves while nothing is sent."""
+    sending = asyncio.ensure_future(self.stream_response(send))
+    watch = asyncio.ensure_future(gone(receive))
+    try:
+      await asyncio.wait({sending, watch}, return_when=asyncio.FIRST_COMPLETED)
+      if sending.done():
+        sending.result()
+    finally:
+      watch.cancel()
+      sending.cancel()
+      await asyncio.gather(sending, watch, return_exceptions=True)
+
+  async def _lines(
+    self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]
+  ) -> AsyncIterator[bytes]:
+    try:
+      yield _line(first)
+      async for event in rest:
+        yield _line(event)
+    except Exception as error:
+      yield _line(describe(error)[1])
+    finally:
+      await rest.aclose()  # type: ignore[attr-defined]
+    yield b"data: [DONE]\n\n"
+
+
+def _line(event: dict[str, Any]) -> bytes:
+  text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+  return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"

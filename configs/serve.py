@@ -1,0 +1,14 @@
+"""Serves a model over HTTP and gRPC.
+
+Command:   python -m launch.serve --checkpoint=models/NAME --port=8000
+Hardware:  whatever holds the model; SmolLM2-135M: 2 CPU cores, 3 GiB
+Duration:  until it is stopped; ready after compiling, about a minute here
+Expect:    `curl localhost:8000/ready` says {"state":"serving"}
+"""
+
+from arl_jax.serving.serve_config import ServeConfig
+
+
+def get_config() -> ServeConfig:
+  """See the fields of `ServeConfig`; every one is a flag."""
+  return ServeConfig()

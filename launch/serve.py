@@ -1,0 +1,60 @@
+"""Serves a model: OpenAI's HTTP API, JetStream's gRPC service, and ours.
+
+  python -m launch.serve --checkpoint=models/NAME.gguf --port=8000
+
+Every field of the configuration is a flag too:
+
+  python -m launch.serve --checkpoint=NAME --config.serving.weights=gs://runs/7
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from arl_jax.serving.assembly import assemble
+from arl_jax.serving.serve_config import ServeConfig
+from launch import command
+
+_CONFIG = config_flags.DEFINE_config_file("config")
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", None, "Folder or .gguf file; as --config.checkpoint."
+)
+_PORT = flags.DEFINE_integer(
+  "port", None, "Of HTTP; as --config.serving.port.", lower_bound=0
+)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
+  config = _CONFIG.value
+  if not isinstance(config, ServeConfig):
+    raise ValueError("--config must give a ServeConfig, as configs/serve.py")
+  if _CHECKPOINT.value is not None:
+    config.checkpoint = _CHECKPOINT.value
+  if _PORT.value is not None:
+    config.serving.port = _PORT.value
+  logging.set_verbosity(logging.INFO)
+  server = assemble(config)
+  should_stop = command.stop_on_signals("stopping after running requests")
+
+  def say() -> None:
+    host = config.serving.host
+    print(f"HTTP: http://{host}:{server.http_port}/v1", file=sys.stderr)
+    if server.grpc_port is not None:
+      print(f"gRPC: {host}:{server.grpc_port}", file=sys.stderr)
+    sys.stderr.flush()
+
+  asyncio.run(server.run(should_stop, say))
+
+
+def run() -> None:
+  command.run(main, ServeConfig(), "configs/serve.py")
+
+
+if __name__ == "__main__":
+  run()
