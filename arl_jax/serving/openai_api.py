@@ -1,8 +1,9 @@
 """OpenAI's HTTP API over a service, with extensions for training.
 
 A request's fields beyond OpenAI's: `session`, `record`, `training`, `timeout`,
-`version`, `top_k`, `min_p`, `stop_token_ids`, `forbidden_token_ids`, `return_tokens`. With
-the last, every choice has `tokens`: ids, log-probs, versions and experts.
+`version`, `top_k`, `min_p`, `stop_token_ids`, `forbidden_token_ids`, and
+`return_tokens`, with which every choice has `tokens`: ids, log-probs, versions
+and experts.
 """
 
 from __future__ import annotations
