@@ -200,8 +200,9 @@ def _message(item: Any, path: str) -> ChatMessage:
   for name, found in fields.items():
     empty = found is None or (name == "refusal" and found == "")
     if name not in known and not empty:
+      at = f".{name}" if name.isidentifier() else f"[{name!r}]"
       raise ValueError(
-        f"{path}.{name:.80}: not a field of a {role} message that is read here"
+        f"{path}{at:.80}: not a field of a {role} message that is read here"
       )
   calls = _calls(fields.get("tool_calls"), f"{path}.tool_calls")
   content = _content(fields, f"{path}.content", optional=role == "assistant")
