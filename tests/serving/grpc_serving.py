@@ -14,7 +14,7 @@ from arl_jax.serving.service import Service
 from tests.rollout.fake_engine import FakeEngine, Params
 
 # Seconds until a test gives up; none waits for so long.
-PATIENCE = 60
+PATIENCE = 30
 _CHARACTERS = "".join(map(chr, range(48, 96))) + "äß€好🦜ñöé"
 
 
@@ -66,7 +66,10 @@ async def served(
   patience=PATIENCE,
   **config,
 ):
-  """A service behind gRPC, and a channel to it; nothing is left at the end."""
+  """A service behind gRPC, and a channel to it; nothing is left at the end.
+
+  Where it listens is `service.grpc_port`.
+  """
   engine = engine or FakeEngine()
   tokenizer = tokenizer or Letters()
 
@@ -84,6 +87,7 @@ async def served(
   server, port = build(service, token=token, port=0)
   await server.start()
   try:
+    service.grpc_port = port
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
       await until(lambda: service.load().state != "starting")
       yield service, channel
@@ -171,11 +175,17 @@ def abort(channel, *request_ids):
   return unary(channel, f"/{ROLLOUT}/Abort", request, answer)
 
 
+async def messages(call):
+  """The next ones of a stream; unlike the call's own iterator after `read`."""
+  while (message := await call.read()) is not grpc.aio.EOF:
+    yield message
+
+
 async def failure(call):
   """Code and details of a call that fails."""
   try:
-    if hasattr(call, "__aiter__"):
-      async for _ in call:
+    if hasattr(call, "read"):
+      async for _ in messages(call):
         pass
     else:
       await call
