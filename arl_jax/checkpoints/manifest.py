@@ -8,7 +8,6 @@ schema, the commit's records, and the size and checksum of every other file.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arl_jax import types
+from arl_jax.checkpoints import sealed
 from arl_jax.checkpoints.failure import DamagedError, ForeignError
 
 # Raised whenever a field of a manifest, or how a digest is made, changes.
@@ -55,7 +55,7 @@ def seal(commit: pathlib.Path, body: Mapping[str, Any]) -> None:
     **body,
     "files": files,
   }
-  (commit / NAME).write_text(_sealed(whole))
+  (commit / NAME).write_text(sealed.seal(_MARKER, whole))
   flush(commit / NAME)
   flush(commit)
 
@@ -112,36 +112,16 @@ def check_identity(
       )
 
 
-def _sealed(body: Mapping[str, Any]) -> str:
-  text = json.dumps(body)
-  return json.dumps(
-    {
-      _MARKER: json.loads(text),
-      "sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
-  )
-
-
 def _opened(commit: pathlib.Path) -> dict[str, Any]:
   try:
     text = (commit / NAME).read_text()
-    found = json.loads(text)
   except FileNotFoundError:
     raise ForeignError(
       f"it has no file {NAME}, so it wasn't written by this program"
     ) from None
-  except (OSError, ValueError, RecursionError) as error:
+  except (OSError, ValueError) as error:
     raise DamagedError(f"its file {NAME} can't be read: {error}") from error
-  fields = found if isinstance(found, dict) else {}
-  if not {_MARKER, "sha256"} & fields.keys():
-    raise ForeignError(
-      f"its file {NAME} has no field {_MARKER!r}, so it wasn't written by this"
-      " program"
-    )
-  # Byte by byte: a space turned into a tab is damage as well.
-  if _MARKER not in fields or text != _sealed(fields[_MARKER]):
-    raise DamagedError(f"its file {NAME} has other bytes than were written")
-  return fields[_MARKER]
+  return sealed.unseal(_MARKER, NAME, text)
 
 
 def _checksum(path: pathlib.Path) -> str | None:
