@@ -13,7 +13,9 @@ from typing import Literal
 from arl_jax.chat.pretrained import PretrainedTokenizer
 from arl_jax.chat.replies import CallChecker, Delta
 
-# Tokens that may wait for the rest of a character; four bytes are the longest.
+_UNKNOWN = "\ufffd"  # What bytes read as that are no UTF-8, or not yet.
+_LONGEST = 3  # Bytes of a character that isn't whole.
+# Tokens that may wait before those whose text is certain are let go.
 _MAX_WAIT = 8
 
 
@@ -23,31 +25,48 @@ class Detokenizer:
   def __init__(self, tokenizer: PretrainedTokenizer):
     self._tokenizer = tokenizer
     # Tokens that were said last, since some decoders look back; those that
-    # wait; and what the former read.
+    # wait; and what was said of both.
     self._context: list[int] = []
     self._waiting: list[int] = []
     self._said = ""
 
   def step(self, token: int) -> str:
+    """What is certain now; all the text that came is the text of all tokens."""
     self._waiting.append(token)
-    text = self._read()
-    if text.endswith("\ufffd"):
-      if len(self._waiting) < _MAX_WAIT:
-        return ""
-      return self.flush()  # These bytes are no UTF-8 at all.
-    fresh = text[len(self._said) :]
-    self._context, self._waiting = self._waiting, []
-    self._said = self._read()
+    text = self._read([*self._context, *self._waiting])
+    certain = text
+    if text.endswith(_UNKNOWN):
+      known = text.rstrip(_UNKNOWN)
+      certain = text[: max(len(known), len(text) - _LONGEST)]
+    fresh = certain[len(self._said) :]
+    if certain is text:
+      self._context, self._waiting = self._waiting, []
+      self._said = self._read(self._context)
+    else:
+      self._said += fresh
+      if len(self._waiting) > _MAX_WAIT:
+        self._let_go(text)
     return fresh
 
   def flush(self) -> str:
     """What still waits; the next token begins a new text."""
-    text = self._read()[len(self._said) :] if self._waiting else ""
+    text = self._read([*self._context, *self._waiting]) if self._waiting else ""
+    rest = text[len(self._said) :]
     self._context, self._waiting, self._said = [], [], ""
-    return text
+    return rest
 
-  def _read(self) -> str:
-    ids = [*self._context, *self._waiting]
+  def _let_go(self, text: str) -> None:
+    """Forgets the tokens before a place where the text can be cut."""
+    count = len(self._waiting)
+    for at in range(count - _LONGEST, count - _MAX_WAIT, -1):
+      head = self._read([*self._context, *self._waiting[:at]])
+      rest = self._waiting[at:]
+      if self._said.startswith(head) and head + self._read(rest) == text:
+        self._context, self._waiting = [], rest
+        self._said = self._said[len(head) :]
+        return
+
+  def _read(self, ids: list[int]) -> str:
     return self._tokenizer.decode(ids, skip_special=False)
 
 
