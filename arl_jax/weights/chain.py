@@ -144,12 +144,12 @@ class Loader:
         own.update(changed)
         read += size
     place, last = chain[-1]
-    needed = self._needed(last)
-    self._verify(last, needed, words)
-    kept = {key: words[key] for key, _ in needed}
+    kept = {key: _old(key, words, place) for key, _ in self._needed(last)}
     for line in kept.values():
       line.flags.writeable = False
-    return Loaded(place, last, kept), read
+    loaded = Loaded(place, last, kept)
+    self.verify(loaded)
+    return loaded, read
 
   def _needed(self, step: Manifest) -> list[tuple[Key, Part]]:
     """Parts that share elements with what is wanted, as they lie in files."""
@@ -191,22 +191,17 @@ class Loader:
       raise MissingError(f"{path} isn't there (any more)") from error
     return changed, sum(part.bytes for _, part in turn)
 
-  def _verify(
-    self,
-    last: Manifest,
-    needed: Sequence[tuple[Key, Part]],
-    words: Mapping[Key, np.ndarray],
-  ) -> None:
-    for key, _ in needed:
-      _old(key, words, last.version)
+  def verify(self, loaded: Loaded) -> None:
+    """Raises DamagedError unless each box is what was published."""
+    needed = self._needed(loaded.manifest)
     sums = self._workers.map(
-      lambda item: manifest.checksum(words[item[0]]), needed
+      lambda item: manifest.checksum(loaded.words[item[0]]), needed
     )
-    for (key, part), found in zip(needed, sums, strict=True):
+    for ((name, _), part), found in zip(needed, sums, strict=True):
       if found != part.content:
         raise DamagedError(
-          f"{key[0]} of version {last.version} has checksum {found} here,"
-          f" {part.content} was published"
+          f"{name} of version {loaded.manifest.version} has checksum {found}"
+          f" here, {part.content} was published"
         )
 
 

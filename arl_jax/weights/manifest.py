@@ -193,11 +193,11 @@ def _manifest(body: dict[str, Any]) -> Manifest:
   ):
     raise ValueError(f"version {version} can't have base {base}")
   files = {
-    _text(name, _FILE): _count(size) for name, size in body["files"].items()
+    _text(name, _FILE): _count(size) for name, size in _items(body["files"])
   }
   tensors = {
     name: _tensor(values, files, base is None)
-    for name, values in body["tensors"].items()
+    for name, values in _items(body["tensors"])
   }
   _check_filled(files, tensors)
   if content_checksum(tensors) != version.checksum:
@@ -300,6 +300,12 @@ def _check_filled(
 def _check_keys(values: Any, *names: str) -> None:
   if not isinstance(values, dict) or values.keys() != {*names}:
     raise ValueError(f"fields aren't {', '.join(names)}")
+
+
+def _items(values: Any) -> Iterable[tuple[str, Any]]:
+  if not isinstance(values, dict):
+    raise ValueError(f"{type(values).__name__} where fields are by name")
+  return values.items()
 
 
 def _count(value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from arl_jax.checkpoints.failure import errno_of
 from arl_jax.checkpoints.first_process import from_first
 from arl_jax.weights import manifest, shards, version_files
 from arl_jax.weights.collection import Collector
+from arl_jax.weights.config import WeightsConfig
 from arl_jax.weights.manifest import Version
 from arl_jax.weights.owner import Owner
 from arl_jax.weights.readers import Readers
@@ -170,7 +172,8 @@ class Publisher:
       self._last = None
       raise OSError(
         errno_of(error),
-        f"can't publish version {number} to {self._storage.path}: {error}",
+        f"can't publish version {number} to {self._storage.path}:"
+        f" {_reason(error)}",
       ) from error
     return self.newest
 
@@ -286,3 +289,24 @@ class Publisher:
         together.fail(str(error))
       elif not self._storage.has_manifest(place):
         self._collector.remove(place)
+
+
+def _reason(error: BaseException) -> str:
+  if errno_of(error) == errno.ENOSPC:
+    return "disk full; free some space"
+  return getattr(error, "strerror", None) or str(error) or repr(error)
+
+
+def open_publisher(
+  config: WeightsConfig, lineage: Sequence[str]
+) -> Publisher | None:
+  """The publisher that a run's configuration asks for, if any."""
+  if not config.folder:
+    return None
+  return Publisher(
+    config.folder,
+    lineage,
+    base_every=config.base_every,
+    quota_bytes=config.quota_bytes or None,
+    dtype=None if config.dtype == "float32" else config.dtype,
+  )

@@ -144,10 +144,21 @@ def assembled(
   return out
 
 
-def _within(start: Index, stop: Index, origin: Index) -> tuple[slice, ...]:
-  return tuple(
-    slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True)
-  )
+def _within(start: Index, stop: Index, origin: Index) -> tuple[Any, ...]:
+  cuts = zip(start, stop, origin, strict=True)
+  # The ellipsis makes a view of a scalar, too.
+  return *(slice(a - o, b - o) for a, b, o in cuts), ...
+
+
+def held(array: Any) -> dict[Box, np.ndarray]:
+  """The boxes of an array that this process has."""
+  if isinstance(array, jax.Array):
+    return {
+      box(shard.index, array.shape): np.asarray(shard.data)
+      for shard in array.addressable_shards
+    }
+  array = np.asarray(array)
+  return {((0,) * array.ndim, array.shape): array}
 
 
 def needed(leaf: Any) -> list[Box]:

@@ -145,15 +145,16 @@ class Subscriber:
     held = self._held
     if held is None:
       raise ValueError("no version is held that could be verified")
+    self._loader.verify(held)
     leaves = shards.named(params)
-    for name, tensor in held.manifest.tensors.items():
+    for name, parts in _arrays(held).items():
       if name not in leaves:
         raise ValueError(f"{name} is missing")
-      found = leaves[name]
-      for part in tensor.parts:
-        index = tuple(map(slice, part.start, part.stop))
-        box = np.asarray(found[index])
-        if manifest.checksum(delta.words(box)) != part.content:
+      dtype = manifest.dtype(held.manifest.tensors[name].dtype)
+      for box, array in shards.held(leaves[name]).items():
+        right = shards.assembled(box, parts, dtype)
+        same = array.dtype == dtype and array.shape == right.shape
+        if not same or (delta.words(array) != delta.words(right)).any():
           raise DamagedError(
             f"{name} isn't what version {held.manifest.version} has there"
           )
@@ -226,18 +227,23 @@ class Subscriber:
     raise failed
 
   def _placed(self, loaded: Loaded) -> Any:
-    boxes: dict[str, dict[shards.Box, np.ndarray]] = {}
-    for (name, box), words in loaded.words.items():
-      tensor = loaded.manifest.tensors[name]
-      shape = [b - a for a, b in zip(*box, strict=True)]
-      array = words.view(manifest.dtype(tensor.dtype)).reshape(shape)
-      boxes.setdefault(name, {})[box] = array
+    arrays = _arrays(loaded)
     leaves = [
       shards.placed(
         leaf,
-        boxes.get(name, {}),
+        arrays.get(name, {}),
         manifest.dtype(loaded.manifest.tensors[name].dtype),
       )
       for name, leaf in self._wanted.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+
+
+def _arrays(loaded: Loaded) -> dict[str, dict[shards.Box, np.ndarray]]:
+  """Boxes of each tensor, in its dtype."""
+  found: dict[str, dict[shards.Box, np.ndarray]] = {}
+  for (name, box), words in loaded.words.items():
+    dtype = manifest.dtype(loaded.manifest.tensors[name].dtype)
+    shape = [b - a for a, b in zip(*box, strict=True)]
+    found.setdefault(name, {})[box] = words.view(dtype).reshape(shape)
+  return found
