@@ -12,7 +12,9 @@ from arl_jax.serving.service import Load, Service
 from arl_jax.types import Sample
 
 _SECONDS = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3, 6, 12, 25, 60, 180, 600)
-_GAUGES = ("version", "running", "waiting", "slots", "slots_in_use")
+_GAUGES = (
+  *("version", "requests", "running", "waiting", "slots", "slots_in_use"),
+)
 _COUNTERS = ("sampled_tokens", "prefilled_tokens", "reused_tokens", "steps")
 _STATES = ("starting", "serving", "paused", "draining", "drained", "failed")
 
@@ -113,6 +115,7 @@ class _Loads:
 
 _HELP = {
   "version": "Current policy version.",
+  "requests": "Requests that were taken and aren't done.",
   "running": "Requests with a slot.",
   "waiting": "Requests without a slot.",
   "slots": "Slots of the engine.",

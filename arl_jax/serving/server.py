@@ -155,6 +155,8 @@ def _listen(host: str, port: int) -> socket.socket:
   found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   try:
     found.bind((host, port))
+    # Or two servers could have one port until the first client comes.
+    found.listen()
   except OSError as error:
     found.close()
     raise OSError(

@@ -39,7 +39,8 @@ class Load:
     state: "starting", "serving", "paused", "draining", "drained", "failed" or
       "stopped".
     version: current policy version.
-    running: requests with a slot.
+    requests: that were taken and aren't done, at this moment.
+    running: requests with a slot, as of the last step, as all that follows.
     waiting: requests without one.
     slots: of the engine.
     slots_in_use: that belong to a session, whether anything runs or not.
@@ -52,6 +53,7 @@ class Load:
 
   state: str
   version: int
+  requests: int = 0
   running: int = 0
   waiting: int = 0
   slots: int = 0
@@ -127,8 +129,8 @@ class Service:
       self._thread.join(timeout)
 
   def load(self) -> Load:
-    """As of the last step."""
-    return self._load
+    """What there is to do."""
+    return dataclasses.replace(self._load, requests=len(self._opened))
 
   def open(
     self,

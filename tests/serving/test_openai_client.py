@@ -6,8 +6,13 @@ import numpy as np
 import openai
 import pytest
 
-from tests.serving.http_serving import EchoEngine, idle, serving, tokenizer
-from tests.serving.http_serving import wait_until
+from tests.serving.http_serving import (
+  EchoEngine,
+  idle,
+  serving,
+  tokenizer,
+  wait_until,
+)
 
 TOOLS = [
   {
