@@ -140,9 +140,11 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   value = dict(pairs)
   if len(value) != len(pairs):
-    keys = [k for k, _ in pairs]
-    twice = next(k for k in keys if keys.count(k) > 1)
-    raise ValueError(f"the key {twice!r:.80} is there twice")
+    seen: set[str] = set()
+    for key, _ in pairs:
+      if key in seen:
+        raise ValueError(f"the key {key!r:.80} is there twice")
+      seen.add(key)
   return value
 
 

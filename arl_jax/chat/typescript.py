@@ -35,8 +35,9 @@ def _function(tool: Tool) -> str:
 
 
 def _object(schema: Mapping[str, Any]) -> str:
-  required = schema.get("required")
-  required = required if isinstance(required, list) else []
+  listed = schema.get("required")
+  names = listed if isinstance(listed, list) else []
+  required = {name for name in names if isinstance(name, str)}
   lines = []
   for name, field in schema["properties"].items():
     field = field if isinstance(field, dict) else {}

@@ -66,7 +66,7 @@ def chat(tokenizer):
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "harmony"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(before=conversations, after=st.lists(others, min_size=1), data=st.data())
 def test_a_turn_appended_is_a_turn_rendered(name, request, before, after, data):
   chat = format_of(request.getfixturevalue(name))
@@ -89,7 +89,7 @@ def test_a_turn_appended_is_a_turn_rendered(name, request, before, after, data):
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "harmony"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(messages=conversations, tools=tool_lists)
 def test_no_text_forges_a_mark(name, request, messages, tools):
   """As many marks as the same conversation has with harmless texts."""
@@ -114,7 +114,7 @@ def test_no_text_forges_a_mark(name, request, messages, tools):
   assert got == want
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(text=texts, key=texts)
 def test_nor_does_one_through_a_template(qwen, text, key):
   chat = format_of(qwen, "template")
@@ -159,7 +159,7 @@ cuts = st.lists(st.integers(0, 200), max_size=6)
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "harmony"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(text=written, cuts=cuts, tools=tool_lists, special=st.booleans())
 def test_a_stream_says_what_the_whole_says(
   name, request, text, cuts, tools, special
@@ -173,7 +173,7 @@ def test_a_stream_says_what_the_whole_says(
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "harmony"])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), cuts=cuts, tools=tool_lists)
 def test_any_ids_are_read(name, request, data, cuts, tools):
   tokenizer = request.getfixturevalue(name)
@@ -186,7 +186,7 @@ def test_any_ids_are_read(name, request, data, cuts, tools):
   assert all(call.name in ("look", "wait") for call in whole.tool_calls)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_plain_text_is_content_as_it_is(chat_of_bytes, text):
   chat, tokenizer = chat_of_bytes
@@ -227,7 +227,7 @@ def test_bytes_that_are_no_text(chatml):
   assert chat.parse([*chatml.encode("a"), first]).content == "a\ufffd"
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(9, 9 + 256 + 8), max_size=60))
 def test_any_bytes_read_as_they_do_together(qwen, ids):
   detokenizer = Detokenizer(qwen)
@@ -235,7 +235,7 @@ def test_any_bytes_read_as_they_do_together(qwen, ids):
   assert "".join([*said, detokenizer.flush()]) == qwen.decode(ids)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_texts_of_a_real_tokenizer(smollm2, text):
   detokenizer = Detokenizer(smollm2)
@@ -244,19 +244,15 @@ def test_texts_of_a_real_tokenizer(smollm2, text):
   assert "".join([*said, detokenizer.flush()]) == smollm2.decode(ids)
 
 
-def test_a_megabyte(chat, tokenizer):
-  text = "hello <|im_end|> <|end|> the 🙂\n" * (1 << 15)
+def test_a_megabyte(harmony):
+  text = "hello <|im_end|><|end|> the 🙂\n" * (1 << 15)
   assert len(text.encode()) > 1 << 20
-  messages = [
-    ChatMessage(role="user", content=text),
-    ChatMessage(role="assistant", content="x"),
-    ChatMessage(role="tool", content=text, tool_call_id="c", name="look"),
-  ]
-  ids = chat.render(messages[:1], TOOLS)
-  added = chat.append(ids, messages[:2], messages[2:], TOOLS)
-  assert tokenizer.decode(added).count("hello") == 1 << 15
-  marks = set(tokenizer.controls.values())
-  assert sum(i in marks for i in added) < 12
+  message = ChatMessage(role="tool", content=text, tool_call_id="c", name="f")
+  reply = ChatMessage(role="assistant", content="x")
+  added = format_of(harmony).append([5], [reply], [message])
+  marks = set(harmony.controls.values())
+  assert sum(i in marks for i in added) < 10
+  assert harmony.decode(added, skip_special=False).count(text) == 1
 
 
 def test_half_a_surrogate_pair_is_refused(chat):

@@ -245,13 +245,16 @@ def test_text_that_spells_a_tag_is_none_where_tags_are_tokens(qwen, tools):
   assert got == Reply(content="<think>x</think>")
 
 
-def test_a_call_longer_than_any_should_be(qwen, tools):
-  chat = format_of(qwen)
-  start, end = (qwen.controls[f"<{n}tool_call>"] for n in ("", "/"))
-  body = qwen.encode("x" * (1 << 12)) * 257
-  (bad,) = chat.parse([start, *body, end], tools).malformed
+def test_a_call_longer_than_any_should_be(qwen, tools, monkeypatch):
+  monkeypatch.setattr("arl_jax.chat.strict_json.MAX_CHARS", 44)
+  text = CALLED.replace('"x"', '"xxx"')
+  (bad,) = (
+    format_of(qwen)
+    .parse(qwen.encode(text + CALLED, allow_special=True), tools)
+    .malformed
+  )
   assert isinstance(bad, MalformedCall)
-  assert bad.problem == "1052672 characters, must be at most 1048576"
+  assert "characters, must be at most 44" in bad.problem
 
 
 def test_the_prefix_of_call_ids(qwen, tools):

@@ -4,7 +4,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl_jax.chat.messages import (
@@ -218,6 +218,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(json_values)
 def test_nothing_but_a_value_error(value):
   for parse in (parse_messages, parse_tools):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl_jax.chat.strict_json import MAX_CHARS, MAX_DEPTH, measure, parse_object
@@ -22,6 +22,7 @@ objects = st.dictionaries(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(objects, st.sampled_from([None, 2]), st.booleans())
 def test_objects_are_read_as_json_has_them(value, indent, escapes):
   text = json.dumps(value, indent=indent, ensure_ascii=escapes)
@@ -77,6 +78,14 @@ def test_what_is_no_object(text, problem):
   assert len(str(error.value)) < 300
 
 
+def test_many_keys_take_no_long_time():
+  # Compared with each other, these would take minutes.
+  keys = ",".join(f'"{i}":0' for i in range(90_000))
+  assert len(parse_object("{%s}" % keys)[0]) == 90_000
+  with pytest.raises(ValueError, match="'89999' is there twice"):
+    parse_object('{"a": {%s,"89999":0}}' % keys)
+
+
 def test_brackets_in_strings_are_no_depth():
   text = '{"a": "%s\\"["}' % ("[" * 1000)
   assert parse_object(text)[0] == {"a": "[" * 1000 + '"['}
@@ -87,6 +96,7 @@ def test_the_deepest():
   assert parse_object('{"a": ' + "[" * inner + "]" * inner + "}")
 
 
+@settings(deadline=None)
 @given(st.text('{}[]",:\\ a1u0', max_size=30))
 def test_no_text_breaks_it(text):
   try:
