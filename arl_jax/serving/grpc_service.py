@@ -36,7 +36,9 @@ ROLLOUT = "arl_jax.Rollout"
 _MAX_DETAILS = 500
 # Requests that may wait beside those that sample: health, load, abort.
 _SHORT_CALLS = 64
-# Seconds until a client that is gone without a word is noticed.
+# Clients wait until a server is live before they ask it anything.
+_DEAD = ("starting", "failed", "stopped")
+# Until a client that went without a word is noticed.
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 
 
@@ -145,10 +147,10 @@ class _Methods:
         await _relay(streams, send)
 
   async def health(self, body: bytes, context: Any) -> bytes:
-    """Whoever watches over servers need not know the token."""
+    """Whether it serves; whoever watches over it need not know the token."""
     async with self._answering(context, public=True):
       parsed(jetstream_pb2.HealthCheckRequest, body)
-      live = self._service.load().state not in ("failed", "stopped")
+      live = self._service.load().state not in _DEAD
       response = jetstream_pb2.HealthCheckResponse(is_live=live)
       return response.SerializeToString()
 

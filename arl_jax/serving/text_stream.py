@@ -9,6 +9,8 @@ _NO_CHARACTER = "\ufffd"
 # Tokens that stay as context of the next ones, and that are looked at again at
 # most: reading all of them each time would take quadratic time.
 _KEPT, _LONGEST = 16, 256
+# Of a character, at most; each can be a token.
+_BYTES = 4
 
 
 class TextStream:
@@ -42,8 +44,17 @@ class TextStream:
     if now.endswith(_NO_CHARACTER) and waits:
       return ""
     self._shown = len(self._ids)
-    self._first = max(self._first, self._shown - _KEPT)
+    self._first = self._next_first(now)
     return self._cut.feed(now[len(before) :], last=last)
+
+  def _next_first(self, now: str) -> int:
+    """Where reading can begin: amid a character's bytes all may read wrong."""
+    kept = self._shown - _KEPT
+    for first in range(max(kept, self._first + 1), kept + _BYTES):
+      tail = self._decode(self._ids[first:])
+      if tail and now.endswith(tail):
+        return first
+    return self._first if self._shown - self._first < _LONGEST else kept
 
 
 class StopCut:

@@ -6,12 +6,13 @@ import threading
 
 import grpc
 
+from arl_jax.rollout.request import Sampling
 from arl_jax.rollout.scheduler import Scheduler, SchedulerConfig
 from arl_jax.serving.config import ServingConfig
 from arl_jax.serving.grpc_service import ORCHESTRATOR, ROLLOUT, build
 from arl_jax.serving.proto import jetstream_pb2, rollout_pb2
 from arl_jax.serving.service import Service
-from tests.rollout.fake_engine import FakeEngine, Params
+from tests.rollout.fake_engine import FakeEngine, Params, alone
 
 # Seconds until a test gives up; none waits for so long.
 PATIENCE = 30
@@ -192,3 +193,11 @@ async def failure(call):
   except grpc.aio.AioRpcError as error:
     return error.code().name, error.details()
   raise AssertionError("the call succeeds")
+
+
+async def still_serves(channel):
+  call = decode(channel, ids=[4, 2], max_tokens=4)
+  ids = [i async for r in call for i in r.stream_content.samples[0].token_ids]
+  sampling = Sampling(max_tokens=4, temperature=0.0, stop_ids=Letters.eos_ids)
+  assert ids == alone([4, 2], sampling)
+  assert (await health(channel)).is_live

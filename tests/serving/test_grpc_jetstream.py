@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import threading
 
+import grpc
 import jax
 import numpy as np
 import pytest
@@ -11,9 +13,21 @@ from google.protobuf import descriptor_pb2
 from arl_jax.model import ModelConfig, init, token_logprobs
 from arl_jax.rollout.engine import Engine, EngineConfig
 from arl_jax.rollout.request import Sampling
+from arl_jax.rollout.scheduler import Scheduler
+from arl_jax.serving.config import ServingConfig
+from arl_jax.serving.grpc_service import build
 from arl_jax.serving.proto import jetstream_pb2
-from tests.rollout.fake_engine import FakeEngine, alone
-from tests.serving.grpc_serving import Letters, decode, failure, health, served
+from arl_jax.serving.service import Service
+from tests.rollout.fake_engine import FakeEngine, Params, alone
+from tests.serving.grpc_serving import (
+  PATIENCE,
+  Letters,
+  decode,
+  failure,
+  health,
+  served,
+  until,
+)
 
 _GREEDY = {"temperature": 0.0, "stop_ids": Letters.eos_ids}
 
@@ -127,13 +141,31 @@ def test_bad_requests_name_their_field(fields, said):
 
 
 def test_health_follows_the_service():
+  loaded = threading.Event()
+
+  def make():
+    assert loaded.wait(PATIENCE)
+    return Scheduler(engine, Params(0), 0)
+
+  engine = FakeEngine()
+
   async def main():
-    async with served() as (service, channel):
+    service = Service(make, engine, Letters(), ServingConfig())
+    service.start()
+    server, port = build(service, port=0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+      # Clients wait for it: nothing can be decoded yet.
+      assert not (await health(channel)).is_live
+      assert (await failure(decode(channel, ids=[1])))[0] == "UNAVAILABLE"
+      loaded.set()
+      await until(lambda: service.load().state == "serving")
       assert (await health(channel)).is_live
       service.drain()
       assert (await health(channel)).is_live
-      service.stop(60)
+      service.stop(PATIENCE)
       assert not (await health(channel)).is_live
+    await server.stop(0)
 
   asyncio.run(main())
 
