@@ -81,9 +81,9 @@ def test_what_is_no_object(text, problem):
 def test_many_keys_take_no_long_time():
   # Compared with each other, these would take minutes.
   keys = ",".join(f'"{i}":0' for i in range(90_000))
-  assert len(parse_object("{%s}" % keys)[0]) == 90_000
+  assert len(parse_object(f"{{{keys}}}")[0]) == 90_000
   with pytest.raises(ValueError, match="'89999' is there twice"):
-    parse_object('{"a": {%s,"89999":0}}' % keys)
+    parse_object(f'{{"a": {{{keys},"89999":0}}}}')
 
 
 def test_brackets_in_strings_are_no_depth():
