@@ -47,6 +47,8 @@ _FALL_BACK = flags.DEFINE_bool(
 _MUTABLE = (
   *("rl.steps", "steps", "checkpoint_every", "export"),
   *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
+  *("weights.folder", "weights.base_every"),
+  *("weights.quota_bytes", "weights.dtype"),
 )
 
 

@@ -10,6 +10,7 @@ from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout.engine_config import EngineConfig
+from arl_jax.weights.config import WeightsConfig
 
 
 def _make(cls, **values):
@@ -164,6 +165,7 @@ class Config:
   )
   warm_start: WarmStartConfig = _make(WarmStartConfig)
   rl: RLConfig = _make(RLConfig)
+  weights: WeightsConfig = _make(WeightsConfig)
 
   def resolve(self) -> None:
     """Applies `smoke` and checks every field.
@@ -177,6 +179,7 @@ class Config:
     self.model.validate()
     self.engine.validate()
     self.script.validate()
+    self.weights.validate("weights")
     if self.rl.baseline not in BASELINES:
       raise ValueError(
         f"rl.baseline is {self.rl.baseline!r}, none of {list(BASELINES)}"

@@ -36,6 +36,7 @@ from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
 from arl_jax.types import Episode, Group, Task, to_json
+from arl_jax.weights.publisher import open_publisher
 
 
 class Trainer:
@@ -67,7 +68,8 @@ class Trainer:
 
     Raises:
       ValueError: the commit can't be used; says why.
-      OSError: there is no room for a commit.
+      OSError: there is no room for a commit, or the weights can't be published,
+        such as where another run publishes.
     """
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
@@ -92,14 +94,22 @@ class Trainer:
     else:
       self.learner = self._make_learner(fresh, rl=False)
       self._store.check_room(self.learner.contents)
+    self._publisher = open_publisher(config.weights, self._store.lineage)
+    # Before the first rollout; a resumed run begins with a base.
+    self._offer(wait=True)
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
       self.model, config.engine, max_length=config.agent.token_budget + 1
     )
 
   def close(self) -> None:
+    """Waits for what is being written. Raises OSError if that fails."""
     self._metrics.close()
-    self._store.close()
+    try:
+      if self._publisher is not None:
+        self._publisher.close()
+    finally:
+      self._store.close()
 
   def _make_learner(
     self, params: Any, *, rl: bool, version: int = 0
@@ -185,7 +195,7 @@ class Trainer:
       self._progress.update(step, loss=values["loss"])
       if step % self.config.checkpoint_every == 0 and step < steps:
         self.commit()
-    self.learner.publish()
+    self._publish()
     self.commit()
 
   def _demonstrate(self) -> list[Episode]:
@@ -250,7 +260,7 @@ class Trainer:
       )
     updated = self._update(experiences, substeps=self.config.rl.substeps)
     if updated:
-      self.learner.publish()
+      self._publish()
     values |= updated
     return values
 
@@ -294,6 +304,18 @@ class Trainer:
     return tasks[int(random.permutation(len(tasks))[index])]
 
   # Shared by the phases.
+
+  def _publish(self) -> None:
+    """Makes the parameters the next policy version."""
+    self.learner.publish()
+    self._offer()
+
+  def _offer(self, *, wait: bool = False) -> None:
+    """Has servers elsewhere find the weights, if a folder is configured."""
+    if self._publisher is not None:
+      self._publisher.publish(self.learner.state.params, self.learner.version)
+      if wait:
+        self._publisher.wait()
 
   def rollout(
     self,

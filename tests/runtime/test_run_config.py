@@ -36,6 +36,9 @@ def test_the_default_resolves_to_itself():
   ("path", "value"),
   [
     ("checkpoint_every", 0),
+    ("weights.base_every", 0),
+    ("weights.quota_bytes", -1),
+    ("weights.dtype", "int8"),
     ("keep_checkpoints", 0),
     ("corpus.chunk_tokens", 0),
     ("corpus.vocab_size", 0),
