@@ -10,6 +10,7 @@ Every field of the configuration is a flag too:
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from absl import flags, logging
@@ -50,6 +51,11 @@ def main(argv: list[str]) -> None:
     sys.stderr.flush()
 
   asyncio.run(server.run(should_stop, say))
+  if server.stuck:
+    # An interpreter that ends under a running compiler crashes.
+    print("the engine didn't stop in time; left as it was", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run() -> None:

@@ -16,6 +16,7 @@ LAYERS = (
   ("types", "observability", "chat", "sharding"),
   ("model", "losses"),
   ("checkpoints", "learner", "rollout", "weights"),
+  ("serving",),
   ("agents", "envs", "rewards", "data"),
   ("runtime",),
   # What users need to test their own parts may use everything they may.
@@ -27,6 +28,7 @@ WITHOUT_JAX = (
   "types",
   "chat",
   "rollout.client",
+  "serving.client",
   "agents",
   "envs",
   "rewards",

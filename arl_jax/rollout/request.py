@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,6 +70,18 @@ class Sampling:
       or self.logit_bias
       or self.forbidden
     )
+
+  def choice(self, index: int) -> Sampling:
+    """How the n-th of several samples of one prompt samples.
+
+    The first has the seed itself; the others' are hashes of seed and index,
+    so that requests with neighbouring seeds share none.
+    """
+    if not index:
+      return self
+    text = f"{self.seed}/{index}".encode()
+    digest = hashlib.blake2b(text, digest_size=4).digest()
+    return dataclasses.replace(self, seed=int.from_bytes(digest, "big") >> 1)
 
   def validate(self, vocab_size: int) -> None:
     """Raises ValueError naming the field that can't be."""

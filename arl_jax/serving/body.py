@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 from collections.abc import Callable, Collection
@@ -163,8 +164,8 @@ def _check_depth(value: Any) -> None:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   found = dict(pairs)
   if len(found) < len(pairs):
-    seen: set[str] = set()
-    twice = next(n for n, _ in pairs if n in seen or seen.add(n))
+    counts = collections.Counter(name for name, _ in pairs)
+    twice = next(n for n, count in counts.items() if count > 1)
     raise Malformed(twice, "the name stands twice in one object")
   return found
 

@@ -19,7 +19,6 @@ from arl_jax.types import Sample
 # Each is looked for in every text that is sampled.
 _MAX_STOP_STRINGS, _MAX_STOP_LETTERS = 16, 1024
 _MAX_NAME = 256
-_SEEDS = 2**31
 
 _Message = TypeVar("_Message")
 
@@ -129,7 +128,7 @@ async def asked_of_decode(
     raise ValueError("content is missing: send text_content or token_content")
   return Asked(
     ids=ids,
-    sampling=_seeded(sampling, number),
+    sampling=[sampling.choice(i) for i in range(number)],
     request_ids=[None] * number,
     text=content == "text_content",
   )
@@ -172,7 +171,7 @@ async def asked_of_generate(
     raise ValueError("timeout is 0.0, not a number of seconds > 0")
   return Asked(
     ids=ids,
-    sampling=_seeded(sampling, number),
+    sampling=[sampling.choice(i) for i in range(number)],
     request_ids=_names(request.request_id, number),
     text=not request.without_text,
     experts=not request.without_experts,
@@ -284,14 +283,6 @@ def _sampling(message: rollout_pb2.Sampling, service: Service) -> Sampling:
     logit_bias=dict(message.logit_bias),
     forbidden=tuple(message.forbidden),
   )
-
-
-def _seeded(sampling: Sampling, number: int) -> list[Sampling]:
-  """One per sample; the first one's seed is left for others to check."""
-  return [sampling] + [
-    dataclasses.replace(sampling, seed=(sampling.seed + i) % _SEEDS)
-    for i in range(1, number)
-  ]
 
 
 def _names(request_id: str, number: int) -> list[str | None]:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -30,7 +30,6 @@ from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_answers import Answer
 from arl_jax.serving.openai_requests import (
   Options,
-  choice_seed,
   read_chat,
   read_completion,
 )
@@ -280,8 +279,7 @@ class OpenAI:
       sampling,
       max_tokens=sampling.max_tokens or room,
       stop_ids=tuple(dict.fromkeys(stop_ids)),
-      seed=choice_seed(sampling.seed, index),
-    )
+    ).choice(index)
 
   async def _serve(self, request: Request, job: _Job) -> Response:
     if job.options.stream:
@@ -300,7 +298,7 @@ class OpenAI:
       self._keep(job)
     return job.answer.whole(job.choices, job.prompts)
 
-  async def _events(self, job: _Job) -> AsyncIterator[dict[str, Any]]:
+  async def _events(self, job: _Job) -> AsyncGenerator[dict[str, Any], None]:
     """JSON of a stream's parts, as choices give them."""
     parts: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
 
@@ -396,7 +394,7 @@ class _EventResponse(StreamingResponse):
   """Server-sent events; an error amid them is the last one."""
 
   def __init__(
-    self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]
+    self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]
   ):
     super().__init__(
       self._lines(first, rest),
@@ -418,8 +416,8 @@ class _EventResponse(StreamingResponse):
       await asyncio.gather(sending, watch, return_exceptions=True)
 
   async def _lines(
-    self, first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]
-  ) -> AsyncIterator[bytes]:
+    self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]
+  ) -> AsyncGenerator[bytes, None]:
     try:
       yield _line(first)
       async for event in rest:
@@ -427,7 +425,7 @@ class _EventResponse(StreamingResponse):
     except Exception as error:
       yield _line(describe(error)[1])
     finally:
-      await rest.aclose()  # type: ignore[attr-defined]
+      await rest.aclose()
     yield b"data: [DONE]\n\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 from typing import Any
 
@@ -269,11 +268,3 @@ def _prompts(found: Any) -> tuple[str | tuple[int, ...], ...]:
         f"prompt[{i}]", "must be a text or token ids, and not empty"
       )
   return tuple(prompts)
-
-
-def choice_seed(seed: int, index: int) -> int:
-  """The seed of the n-th choice; those of neighbours are far apart."""
-  if not index:
-    return seed
-  digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=4).digest()
-  return int.from_bytes(digest, "big") >> 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from absl import logging
 
@@ -91,7 +90,11 @@ class Replica:
       old, new = self.serving, fetched.version
       if new == old:
         return
-      placed = await asyncio.to_thread(place, self._service, fetched)
+      # What is on the devices, bit for bit what was published.
+      await asyncio.to_thread(self._subscriber.verify, fetched.params)
+      placed = await asyncio.to_thread(
+        self._service.engine.place, fetched.params
+      )
       # Numbers of two lineages, or one that went back, say nothing of caches.
       follows = old is not None and old.lineage == new.lineage
       abandon = not follows or (old is not None and new.number < old.number)
@@ -100,11 +103,6 @@ class Replica:
       self._metrics.syncs.labels("taken").inc()
       self._metrics.sync_seconds.observe(time.monotonic() - began)
       logging.info("serving version %s", new)
-
-
-def place(service: Service, fetched: Fetched) -> Any:
-  """Weights as the engine computes with them, ready to be used."""
-  return service.engine.place(fetched.params)
 
 
 def first_version(

@@ -22,6 +22,8 @@ from arl_jax.serving.service import Service
 from arl_jax.serving.sessions import Sessions
 from arl_jax.weights import Subscriber
 
+# A step of the engine, at the end.
+_STOP_SECONDS = 5.0
 # Connections beyond those that may have a request: probes, waiting ones.
 _SPARE_CONNECTIONS = 256
 
@@ -32,6 +34,8 @@ class Server:
   Attributes:
     http_port: that is listened on, known before anything is served.
     grpc_port: the same of gRPC, None without it.
+    stuck: whether the engine's thread didn't end in time, such as amid a
+      compilation; the process can then only be left, not ended in order.
   """
 
   def __init__(
@@ -82,6 +86,7 @@ class Server:
     self._socket = _listen(self._config.host, self._config.port)
     self.http_port: int = self._socket.getsockname()[1]
     self.grpc_port: int | None = None
+    self.stuck = False
     self._http = uvicorn.Server(
       uvicorn.Config(
         app,
@@ -127,7 +132,7 @@ class Server:
       await self._drain(should_stop)
     finally:
       self._http.should_exit = True
-      self._service.stop(timeout=10)
+      self.stuck = not self._service.stop(_STOP_SECONDS)
       if grpc is not None:
         await grpc.stop(grace=1)
       for task in tasks[1:]:

@@ -121,12 +121,20 @@ class Service:
   def start(self) -> None:
     self._thread.start()
 
-  def stop(self, timeout: float | None = None) -> None:
-    """Ends the thread; requests that aren't done fail as `Unavailable`."""
+  def stop(self, seconds: float) -> bool:
+    """Ends the thread; requests that aren't done fail as `Unavailable`.
+
+    Args:
+      seconds: that a step, or the start, may still take.
+
+    Returns:
+      Whether it ended.
+    """
     self._stopping = True
     self._commands.put(lambda: None)
     if self._thread.is_alive():
-      self._thread.join(timeout)
+      self._thread.join(seconds)
+    return not self._thread.is_alive()
 
   def load(self) -> Load:
     """What there is to do."""
@@ -182,7 +190,7 @@ class Service:
       ids,
       sampling,
       training=training,
-      timeout=timeout or self.config.timeout,
+      timeout=self.config.timeout if timeout is None else timeout,
       version=version,
     )
     self._commands.put(submit)
@@ -349,7 +357,7 @@ class Service:
 
   def _close_session(self, session: str) -> None:
     for request in self._scheduler.close(session):
-      if opened := self._by_request.get(request):
+      if (opened := self._by_request.get(request)) is not None:
         self._end(opened.stream, Aborted("the session was closed"))
 
   def _deliver(self, finished: list[Request]) -> None:
@@ -361,9 +369,9 @@ class Service:
         parts.setdefault(opened.stream.loop, []).append((opened.stream, part))
         opened.sent = request.sampled
     for request in finished:
-      opened = self._by_request.get(request)
-      if opened is None:
+      if request not in self._by_request:
         continue
+      opened = self._by_request[request]
       last: Sample | Exception
       if request.result is not None:
         last = request.sample(request.result.finish, opened.sent)

@@ -91,13 +91,21 @@ def joined(parts: list[Sample]) -> Sample:
   last = parts[-1]
   if len(parts) == 1:
     return last
-  arrays = {
-    name: np.concatenate([getattr(p, name) for p in parts])
-    for name in ("ids", "logp", "versions", "sampled_logp", "cache_versions")
-  }
   experts = None
   if last.experts is not None:
     # A part without tokens may have none.
     found = [p.experts for p in parts if p.experts is not None]
     experts = np.concatenate(found)
-  return dataclasses.replace(last, **arrays, experts=experts)
+
+  def all_of(name: str) -> np.ndarray:
+    return np.concatenate([getattr(p, name) for p in parts])
+
+  return dataclasses.replace(
+    last,
+    ids=all_of("ids"),
+    logp=all_of("logp"),
+    versions=all_of("versions"),
+    sampled_logp=all_of("sampled_logp"),
+    cache_versions=all_of("cache_versions"),
+    experts=experts,
+  )

@@ -70,7 +70,7 @@ class TestStates:
       assert slow.load().state == "starting"
       ready.set()
       wait_until(lambda: slow.load().state == "serving")
-      slow.stop(PATIENCE)
+      assert slow.stop(PATIENCE)
       assert slow.load().state == "stopped"
 
   def test_pause_and_resume(self):

@@ -114,8 +114,8 @@ def test_a_timeout(server):
   with serving(EchoEngine(on_call=wait)) as slow:
 
     async def work(client):
+      ids = [*b"say:", *b"x" * 500]
       with pytest.raises(RequestTimeout, match=r"0.3 s"):
-        ids = [*b"say:", *b"x" * 500]
         await client.sample("s", ids, max_tokens=400, stop_ids=(), seed=0)
       await client.close("s")
 
