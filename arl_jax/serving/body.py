@@ -104,8 +104,9 @@ class Body:
       default,
     )
 
-  def token_ids(self, name: str) -> tuple[int, ...]:
-    return tuple(self.take(name, is_token_ids, "a list of token ids", ()))
+  def token_ids(self, name: str, default: Any) -> Any:
+    found = self.take(name, is_token_ids, "a list of token ids")
+    return default if found is None else tuple(found)
 
   def only(self, name: str, values: Collection[Any], why: str) -> None:
     """Refuses whatever asks for something that isn't there."""

@@ -122,7 +122,9 @@ class OpenAI:
     decode = self._service.tokenizer.decode
     with _abandoned_on_error(recording, turn):
       self._check_room("prompt", prompts, options)
-      stops = (*self._service.tokenizer.eos_ids, *options.sampling.stop_ids)
+      stops = options.stop_ids
+      if stops is None:
+        stops = self._service.tokenizer.eos_ids
       job = _Job(
         options=options,
         answer=self._answer(options, chat=False),
@@ -187,7 +189,7 @@ class OpenAI:
         )
         for _ in range(options.n)
       ]
-      stops = (*formatter.stop_ids, *options.sampling.stop_ids)
+      stops = (*formatter.stop_ids, *(options.stop_ids or ()))
       self._open(job, readers, stops)
     return await self._serve(request, job)
 

@@ -24,6 +24,8 @@ class Options:
   Attributes:
     model: that was asked for, None if none was named.
     sampling: of the first choice; `max_tokens` 0 stands for what fits.
+    stop_ids: token ids that end it, None for those of the tokenizer. A chat's
+      own come on top.
     n: choices.
     stream: whether parts are sent as they come.
     include_usage: whether a stream ends with token counts.
@@ -39,6 +41,7 @@ class Options:
 
   model: str | None
   sampling: Sampling
+  stop_ids: tuple[int, ...] | None
   n: int
   stream: bool
   include_usage: bool
@@ -180,6 +183,7 @@ def _options(
   options = Options(
     model=model,
     sampling=_sampling(body, max_tokens, seed),
+    stop_ids=body.token_ids("stop_token_ids", None),
     n=n,
     stream=stream,
     include_usage=_include_usage(usage or {}),
@@ -217,10 +221,9 @@ def _sampling(body: Body, max_tokens: int, seed: int | None) -> Sampling:
     min_p=body.number("min_p", 0.0, 0.0, 1.0),
     # Seeds of any sign and size, of which the engine has 31 bits.
     seed=secrets.randbits(31) if seed is None else seed % 2**31,
-    stop_ids=body.token_ids("stop_token_ids"),
     stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
     logit_bias=_bias(body.take("logit_bias", _is_bias, _BIAS, {})),
-    forbidden=body.token_ids("forbidden_token_ids"),
+    forbidden=body.token_ids("forbidden_token_ids", ()),
   )
 
 

@@ -73,12 +73,14 @@ def tokenizer():
 def echo(version, prefix, seed, index):
   """Says again what came last in the prompt, with its marks, then ends.
 
-  What follows "say:" there, if it is in it; "<seed>" stands for the seed.
+  What follows "say:", if that is in it; "<seed>" stands for the seed.
   """
   prompt = prefix[: len(prefix) - index]
   text = tokenizer().decode(prompt, skip_special=False)
   text = text.removesuffix("<|im_start|>assistant\n").removesuffix("\n")
-  text = text.removesuffix("<|im_end|>").rpartition("say:")[2]
+  text = text.removesuffix("<|im_end|>")
+  _, marked, wanted = text.rpartition("say:")
+  text = wanted if marked else text.rpartition("<|im_start|>user\n")[2]
   text = text.replace("<seed>", str(seed)).replace("<version>", str(version))
   reply = [*tokenizer().encode(text, allow_special=True), 257]
   return reply[index]

@@ -27,6 +27,8 @@ CONFIG = ModelConfig(
   kv_heads=2,
   head_dim=8,
   experts=0,
+  mtp_heads=0,
+  context_length=4096,
   dense_width=64,
 )
 

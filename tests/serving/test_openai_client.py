@@ -206,6 +206,20 @@ class TestCompletions:
     assert choice.logprobs.tokens == ["a", "b", "c", "<|im_end|>"]
     assert choice.logprobs.token_logprobs == [0, 0, 0, 0]
 
+  def test_own_ends_replace_the_tokenizer_s(self, client):
+    def ids(stop_token_ids):
+      more = {"return_tokens": True, "stop_token_ids": stop_token_ids}
+      answer = client.completions.create(
+        model="tiny", prompt="say:abc", max_tokens=9, extra_body=more
+      )
+      return answer.choices[0].tokens["ids"]
+
+    assert ids([98]) == [*b"ab"]
+    assert ids(None) == [*b"abc", 257]
+    with pytest.raises(openai.APIError):
+      # Nothing ends it, and the script has no more to say.
+      ids([1])
+
   def test_prompts_at_once(self, client):
     answer = client.completions.create(
       model="tiny", prompt=["say:a", "say:<seed>"], n=2, seed=3

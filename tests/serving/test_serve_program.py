@@ -9,6 +9,7 @@ import threading
 import grpc
 import httpx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
@@ -55,8 +56,8 @@ def sample(url, ids, **changes):
 
 def assert_scored(params, ids, found):
   """The log-probs are those of these weights."""
-  row = np.array([[*ids, *found.ids.tolist()]], np.int32)
-  logp = np.asarray(token_logprobs(params, CONFIG, row))[0, len(ids) :]
+  row = jnp.asarray([[*ids, *found.ids.tolist()]], jnp.int32)
+  logp = np.asarray(token_logprobs(params, CONFIG, row)[0])[0, len(ids) :]
   np.testing.assert_allclose(found.logp, logp, atol=1e-4, rtol=0)
 
 
