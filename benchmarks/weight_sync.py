@@ -8,8 +8,9 @@ and a subscriber takes it in. Reported are, for two learning rates, the
 difference's share of all bytes and the words that stay as they are (the worst
 of all steps); times against writing (to the disk) and reading the same bytes as
 one plain file in the same folder; and the longest gap between two decode steps
-while a version is fetched, verified, laid out and swapped in, against two of
-the steps without that and a copy of the weights.
+while a version is fetched, verified, laid out and swapped in (the median over
+all syncs, and the longest), against two of the steps without that and a copy of
+the weights. On a CPU, decoding and all of that share its cores.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def _against_raw(params: Any, folder: pathlib.Path) -> dict[str, float]:
 
   def write() -> None:
     with plain.open("wb") as file:
-      file.write(memoryview(raw))
+      file.write(raw.data)
       file.flush()
       os.fsync(file.fileno())
 

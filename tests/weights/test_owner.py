@@ -11,7 +11,7 @@ import time
 import pytest
 
 from arl_jax.weights import Publisher
-from arl_jax.weights.storage import Storage
+from arl_jax.weights.storage import Place, Storage
 from tests.weights.published import (
   assert_is,
   numbers,
@@ -99,6 +99,18 @@ def test_a_late_writer_of_an_abandoned_lineage_misleads_nobody(
       assert reader.fetch().version.lineage == "b"
       assert numbers(tmp_path) == [1]
     monkeypatch.setattr(abandoned._owner, "check", check)
+
+
+def test_what_a_killed_run_left_half_written_is_unseen_and_swept(tmp_path):
+  with publishing(tmp_path, 0, 1, lineage=("a",)):
+    pass
+  torn = Storage(tmp_path).version(Place(1, 2))
+  torn.mkdir()
+  (torn / "shard-00000.bin").write_bytes(b"half")
+  with subscribed(tmp_path) as reader:
+    assert_is(reader.fetch(), 1)
+  with publishing(tmp_path, lineage=("a", "b")):
+    assert numbers(tmp_path) == [0, 1]
 
 
 _PUBLISH = """
