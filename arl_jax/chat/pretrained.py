@@ -20,6 +20,8 @@ from arl_jax.chat.tokenizer_files import Parts, folder_parts, gguf_parts
 
 # Noncharacters, which no text has a use for: they stand for marks in messages.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+# Characters from which on other threads run while a text is encoded.
+_LONG = 4096
 
 
 class PretrainedTokenizer:
@@ -92,6 +94,11 @@ class PretrainedTokenizer:
     """
     tokenizer = self._all if allow_special else self._plain
     try:
+      if len(text) >= _LONG:
+        # The library lets go of the interpreter's lock for batches only.
+        (fast,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if allow_special or self._guarded.isdisjoint(fast.ids):
+          return fast.ids
       done = tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # The library raises no narrower one.
       raise ValueError(

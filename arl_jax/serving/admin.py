@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -11,6 +13,7 @@ from arl_jax.serving.body import Body, parse_object
 from arl_jax.serving.http_errors import HttpError
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.receiving import read_body
+from arl_jax.serving.recorder import Recording
 from arl_jax.serving.replica import Replica
 from arl_jax.serving.service import Service
 from arl_jax.serving.sessions import Sessions, UnknownSession, episode
@@ -97,17 +100,16 @@ class Admin:
   async def session(self, request: Request) -> Response:
     """GET /v1/sessions/{session}: its episode so far."""
     name = request.path_params["session"]
-    recording = self._sessions.get(name)
-    return JSONResponse(to_json(episode(name, recording, {})))
+    return await _record(name, self._sessions.get(name), {})
 
   async def finish(self, request: Request) -> Response:
     """POST /v1/sessions/{session}/finish: its episode, and forgets it."""
     name = request.path_params["session"]
     fields = parse_object(await self._body(request))
     # Before anything is lost.
-    record = to_json(episode(name, self._sessions.get(name), fields))
+    answer = await _record(name, self._sessions.get(name), fields)
     self._sessions.close(name)
-    return JSONResponse(record)
+    return answer
 
   async def delete(self, request: Request) -> Response:
     """DELETE /v1/sessions/{session}: forgets it, if it's there."""
@@ -130,3 +132,12 @@ class Admin:
       "lineage": version.lineage if version else None,
       "checksum": version.checksum if version else None,
     }
+
+
+async def _record(
+  name: str, recording: Recording, fields: dict[str, Any]
+) -> Response:
+  # A million tokens take long to write, and others wait for the loop.
+  return await asyncio.to_thread(
+    lambda: JSONResponse(to_json(episode(name, recording, fields)))
+  )

@@ -8,6 +8,12 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
+from arl_jax.chat.strict_json import check_text
+
+# Of a field's name in a message; clients may make up any.
+_SHOWN = 80
+# That end a request, or are forbidden or biased in it.
+MAX_IDS = 1 << 16
 # Nobody's request is nested deeper.
 _MAX_DEPTH = 64
 
@@ -20,6 +26,8 @@ class Malformed(ValueError):
   """
 
   def __init__(self, field: str, problem: str):
+    if len(field) > _SHOWN:
+      field = f"{field[: _SHOWN - 3]}..."
     super().__init__(f"{field}: {problem}" if field else problem)
     self.field = field
 
@@ -28,7 +36,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
   """A JSON object.
 
   Raises:
-    Malformed: it is none, repeats a name, holds NaN, or is nested too deep.
+    Malformed: it is none, repeats a name, holds NaN or half of a surrogate
+      pair, or is nested too deep.
   """
   try:
     value = json.loads(
@@ -37,6 +46,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
       parse_constant=_refuse_constant,
       parse_float=_finite,
     )
+    # Only an escape can be half a pair. No answer could say it.
+    if b"\\u" in text:
+      check_text(value)
   except UnicodeDecodeError as error:
     raise Malformed("", f"the body isn't UTF-8: {error.reason}") from error
   except Malformed:
@@ -105,7 +117,11 @@ class Body:
     )
 
   def token_ids(self, name: str, default: Any) -> Any:
-    found = self.take(name, is_token_ids, "a list of token ids")
+    found = self.take(
+      name,
+      lambda x: is_token_ids(x) and len(x) <= MAX_IDS,
+      f"a list of at most {MAX_IDS} token ids",
+    )
     return default if found is None else tuple(found)
 
   def only(self, name: str, values: Collection[Any], why: str) -> None:
@@ -134,7 +150,7 @@ def is_token_ids(x: Any) -> bool:
 def shown(value: Any) -> str:
   """A value in a message, in bounds."""
   text = json.dumps(value) if isinstance(value, str) else str(value)
-  return text if len(text) <= 80 else f"{text[:77]}..."
+  return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def kind(value: Any) -> str:
@@ -167,6 +183,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   if len(found) < len(pairs):
     counts = collections.Counter(name for name, _ in pairs)
     twice = next(n for n, count in counts.items() if count > 1)
+    twice = twice.encode("utf-8", "backslashreplace").decode()
     raise Malformed(twice, "the name stands twice in one object")
   return found
 

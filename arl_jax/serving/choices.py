@@ -10,6 +10,9 @@ from arl_jax.serving.stream import Stream, joined
 from arl_jax.serving.text_stream import StopCut, TextStream
 from arl_jax.types import Sample
 
+# Kinds of deltas that come in pieces.
+_TEXTS = ("content", "reasoning")
+
 
 class Reader(Protocol):
   """Turns tokens into what they say, as they come."""
@@ -39,6 +42,7 @@ class Choice:
     index: of the choice.
     deltas: everything that was said so far.
     begun: whether a stream's first part was sent.
+    called: calls that were said so far.
   """
 
   def __init__(
@@ -55,11 +59,13 @@ class Choice:
       index: of the choice.
       stream: its tokens.
       reader: what they say.
-      stop_strings: content ends before the first of them.
+      stop_strings: content, or reasoning, ends before the first of them.
       on_part: told of all tokens as they come.
     """
     self.index, self.stream, self.begun = index, stream, False
     self.deltas: list[Delta] = []
+    self.called = 0
+    self._kind = "content"
     self._reader, self._cut = reader, StopCut(tuple(stop_strings))
     self._on_part = on_part
     self._parts: list[Sample] = []
@@ -74,6 +80,7 @@ class Choice:
       deltas += self._reader.finish()
     deltas = self._until_stop(deltas, last=part.finish is not None)
     self.deltas += deltas
+    self.called += sum(d.call is not None for d in deltas)
     return part, deltas
 
   def __aiter__(self) -> Choice:
@@ -108,14 +115,20 @@ class Choice:
   def _until_stop(self, deltas: list[Delta], *, last: bool) -> list[Delta]:
     said: list[Delta] = []
     for delta in deltas:
-      if delta.kind == "content":
-        said += _content(self._cut.feed(delta.text))
-      else:
-        # Content before it is whole.
-        said += [*_content(self._cut.feed("", last=True)), delta]
+      if delta.kind != self._kind:
+        # What came before it is whole.
+        said += self._said("", last=True)
+        self._kind = delta.kind
+      said += self._said(delta.text) if delta.kind in _TEXTS else [delta]
     if last:
-      said += _content(self._cut.feed("", last=True))
+      said += self._said("", last=True)
     return said
+
+  def _said(self, text: str, *, last: bool = False) -> list[Delta]:
+    if self._kind not in _TEXTS:
+      return []
+    found = self._cut.feed(text, last=last)
+    return [Delta(kind=self._kind, text=found)] if found else []
 
 
 def _content(text: str) -> list[Delta]:

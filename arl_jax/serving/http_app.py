@@ -17,12 +17,12 @@ from arl_jax.serving.admin import Admin
 from arl_jax.serving.http_errors import HttpError, describe, response
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_api import OpenAI
+from arl_jax.serving.openai_requests import check_session
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 # Probes have no token.
 _OPEN = ("/health", "/ready")
-_LONGEST_NAME = 256
 
 
 def make_app(
@@ -86,10 +86,8 @@ def _guarded(
     try:
       if path not in _OPEN:
         _check_token(request, token)
-      if len(request.path_params.get("session", "")) > _LONGEST_NAME:
-        raise HttpError(
-          400, f"has over {_LONGEST_NAME} characters", field="session"
-        )
+      if "session" in request.path_params:
+        check_session(request.path_params["session"])
       answer = await handler(request)
     except ClientDisconnect:
       # Nobody reads it; the number is for the log.

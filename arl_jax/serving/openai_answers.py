@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -145,12 +146,12 @@ class Answer:
 
   def _text_logprobs(self, sample: Sample) -> dict[str, Any]:
     pieces = [self._piece(i) for i in sample.ids.tolist()]
-    lengths = [len(p) for p in pieces]
+    offsets = itertools.accumulate(map(len, pieces), initial=0)
     return {
       "tokens": pieces,
       "token_logprobs": [_short(x) for x in sample.logp],
       "top_logprobs": None,
-      "text_offset": [sum(lengths[:i]) for i in range(len(lengths))],
+      "text_offset": list(offsets)[:-1],
     }
 
 
@@ -212,7 +213,7 @@ def _chat_delta(choice: Choice, deltas: Sequence[Delta]) -> dict[str, Any]:
   told: dict[str, Any] = {}
   calls, problems = [], []
   # Calls are numbered through the message.
-  number = len(choice.calls) - sum(d.call is not None for d in deltas)
+  number = choice.called - sum(d.call is not None for d in deltas)
   for delta in deltas:
     if delta.kind in ("content", "malformed"):
       told["content"] = told.get("content", "") + delta.text

@@ -13,8 +13,8 @@ import contextlib
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -37,6 +37,8 @@ from arl_jax.serving.receiving import gone, read_body, until_gone
 from arl_jax.serving.recorder import Recording, Turn
 from arl_jax.serving.service import Service
 from arl_jax.serving.sessions import Sessions
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -97,12 +99,7 @@ class OpenAI:
 
   async def completions(self, request: Request) -> Response:
     """POST /v1/completions."""
-    fields = await self._fields(request)
-    asked = read_completion(
-      fields,
-      max_choices=self._service.config.max_choices,
-      session=request.path_params.get("session"),
-    )
+    asked = await self._read(request, read_completion)
     options = asked.options
     self._check_model(options.model)
     prompts: list[Sequence[int]] = []
@@ -145,15 +142,11 @@ class OpenAI:
         404, "the model has no chat format; use /v1/completions instead"
       )
     formatter = self._format
-    fields = await self._fields(request)
-    asked = read_chat(
-      fields,
-      max_choices=self._service.config.max_choices,
-      session=request.path_params.get("session"),
-    )
+    asked = await self._read(request, read_chat)
     options = asked.options
     self._check_model(options.model)
-    messages, tools = parse_messages(asked.messages), parse_tools(asked.tools)
+    messages = await asyncio.to_thread(parse_messages, asked.messages)
+    tools = await asyncio.to_thread(parse_tools, asked.tools)
     recording = turn = None
     if options.session and options.record:
       recording = self._sessions.use(options.session)
@@ -195,10 +188,17 @@ class OpenAI:
 
   # What both have in common.
 
-  async def _fields(self, request: Request) -> dict[str, Any]:
-    body = await read_body(request, self._service.config.max_body_bytes)
+  async def _read(self, request: Request, reader: Callable[..., T]) -> T:
+    config = self._service.config
+    body = await read_body(request, config.max_body_bytes)
+    session = request.path_params.get("session")
+
+    def read() -> T:
+      fields = parse_object(body)
+      return reader(fields, max_choices=config.max_choices, session=session)
+
     # A large body takes long, and others wait for the loop.
-    return await asyncio.to_thread(parse_object, body)
+    return await asyncio.to_thread(read)
 
   def _model_json(self) -> dict[str, Any]:
     return {
@@ -289,16 +289,18 @@ class OpenAI:
       events = self._events(job)
       first = await until_gone(request, anext(events), events.aclose)
       return _EventResponse(first, events)
-    whole = await until_gone(request, self._whole(job))
-    return JSONResponse(whole)
+    return await until_gone(request, self._whole(job))
 
-  async def _whole(self, job: _Job) -> dict[str, Any]:
+  async def _whole(self, job: _Job) -> Response:
     with _closing(job):
       async with asyncio.TaskGroup() as group:
         for choice in job.choices:
           group.create_task(_read(choice))
       self._keep(job)
-    return job.answer.whole(job.choices, job.prompts)
+    # Many tokens take long to write.
+    return await asyncio.to_thread(
+      lambda: JSONResponse(job.answer.whole(job.choices, job.prompts))
+    )
 
   async def _events(self, job: _Job) -> AsyncGenerator[dict[str, Any], None]:
     """JSON of a stream's parts, as choices give them."""

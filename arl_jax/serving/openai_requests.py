@@ -7,10 +7,18 @@ import secrets
 from typing import Any
 
 from arl_jax.rollout.request import Sampling
-from arl_jax.serving.body import Body, Malformed, is_token_ids, kind
+from arl_jax.serving.body import (
+  MAX_IDS,
+  Body,
+  Malformed,
+  is_token_ids,
+  kind,
+  shown,
+)
 
 _EFFORTS = ("none", "low", "medium", "high")
 _MAX_STOPS = 4
+MAX_NAME = 256
 _MAX_STOP_CHARACTERS = 256
 # What changes neither tokens nor answer.
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier")
@@ -172,11 +180,13 @@ def _options(
   if usage is not None and not stream:
     raise Malformed("stream_options", "goes with stream only")
   named = body.text("session")
-  if session and named and session != named:
+  if session is not None and named not in (None, session):
     raise Malformed("session", f"{named!r} isn't that of the address")
-  session = session or named
+  session = named if session is None else session
+  if session is not None:
+    check_session(session)
   n = body.integer("n", 1, 1, max_choices)
-  if session and n > 1:
+  if session is not None and n > 1:
     raise Malformed("n", "must be 1 in a session, which has one history")
   for name in ("frequency_penalty", "presence_penalty"):
     body.only(name, (0, 0.0), "it would change the policy's distribution")
@@ -197,9 +207,20 @@ def _options(
   )
   body.skip(*_IGNORED, *_IGNORED_TOO)
   body.finish()
-  if options.record and not session:
+  if options.record and session is None:
     raise Malformed("record", "needs a session")
   return options
+
+
+def check_session(name: str) -> None:
+  """Raises Malformed for a name that no session can have."""
+  # The service's own begin with that sign.
+  if not name or len(name) > MAX_NAME or name.startswith("\0"):
+    raise Malformed(
+      "session",
+      f"{shown(name)} isn't a name of 1 to {MAX_NAME} characters, of which the"
+      " first isn't NUL",
+    )
 
 
 def _include_usage(fields: dict[str, Any]) -> bool:
@@ -227,11 +248,13 @@ def _sampling(body: Body, max_tokens: int, seed: int | None) -> Sampling:
   )
 
 
-_BIAS = "an object of token ids with numbers in -100..100"
+_BIAS = f"an object of at most {MAX_IDS} token ids with numbers in -100..100"
 
 
 def _is_bias(x: Any) -> bool:
-  return type(x) is dict and all(
+  if type(x) is not dict or len(x) > MAX_IDS:
+    return False
+  return all(
     k.isascii()
     and k.isdigit()
     and len(k) < 10

@@ -40,6 +40,14 @@ class _Branch:
     self.ids += ids
     self.roles += [role] * len(ids)
 
+  def copy(self) -> _Branch:
+    return dataclasses.replace(
+      self,
+      ids=list(self.ids),
+      roles=list(self.roles),
+      samples=list(self.samples),
+    )
+
   def segment(self, parent: int | None) -> Segment:
     length = len(self.ids)
     sampled = np.zeros(length, np.bool_)
@@ -109,7 +117,7 @@ class Recording:
 
   def __init__(self) -> None:
     self.turns = 0
-    # Rendering takes time, and is done in threads.
+    # Held for moments: event loops wait for it.
     self._lock = threading.Lock()
     self._branches: list[_Branch] = []
     self._last: int | None = None
@@ -133,8 +141,7 @@ class Recording:
     """
     messages = tuple(messages)
     setting = ("chat", repr(tools), effort, temperature)
-    with self._lock:
-      turn = self._extend(setting, messages, tools, effort, formatter)
+    turn = self._extend(setting, messages, tools, effort, formatter)
     if turn is not None:
       return turn
     prompt = formatter.render(messages, tools, effort=effort)
@@ -157,9 +164,11 @@ class Recording:
       added = formatter.append(
         branch.ids, branch.messages, new, tools, effort=effort
       )
-    except NoAppend:
-      return None
-    branch.busy = True
+    except BaseException as error:
+      branch.busy = False
+      if isinstance(error, NoAppend):
+        return None
+      raise
     prompt, history = [*branch.ids, *added], (*branch.messages, *new)
     return Turn(prompt, branch, added, setting, branch.temperature, history)
 
@@ -167,14 +176,12 @@ class Recording:
     """Begins a turn whose prompt the harness made of tokens itself."""
     prompt = list(ids)
     setting, added = ("tokens", temperature), prompt
-    with self._lock:
-      branch = self._longest(
-        setting,
-        lambda b: len(b.ids) if b.ids == prompt[: len(b.ids)] else 0,
-      )
-      if branch is not None:
-        branch.busy = True
-        added = prompt[len(branch.ids) :]
+    branch = self._longest(
+      setting,
+      lambda b: len(b.ids) if b.ids == prompt[: len(b.ids)] else 0,
+    )
+    if branch is not None:
+      added = prompt[len(branch.ids) :]
     return Turn(prompt, branch, added, setting, temperature)
 
   def commit(
@@ -223,15 +230,32 @@ class Recording:
         turn.branch.busy = False
 
   def segments(self) -> tuple[Segment, ...]:
-    return tuple(b.segment(b.parent) for b in self._branches)
+    with self._lock:
+      branches = [b.copy() for b in self._branches]
+    return tuple(b.segment(b.parent) for b in branches)
 
   def _longest(
     self, setting: Hashable, shared: Callable[[_Branch], int]
   ) -> _Branch | None:
-    """The branch that shares most; one in use is extended by its own turn."""
-    free = [b for b in self._branches if b.setting == setting and not b.busy]
-    found = max(free, key=shared, default=None)
-    return found if found is not None and shared(found) else None
+    """The branch that shares most, taken for the caller, who frees it again.
+
+    One in use is extended by its own turn.
+    """
+    while True:
+      with self._lock:
+        free = {
+          b: len(b.ids)
+          for b in self._branches
+          if b.setting == setting and not b.busy
+        }
+      # Comparing takes time, in which others may take one, or be done with it.
+      found = max(free, key=shared, default=None)
+      if found is None or not shared(found):
+        return None
+      with self._lock:
+        if not found.busy and len(found.ids) == free[found]:
+          found.busy = True
+          return found
 
 
 def _echoed(

@@ -45,8 +45,12 @@ class Replica:
       if self._chosen is not None or self._service.load().state == "starting":
         continue
       try:
-        await self._take_newest()
-      except (ValueError, OSError, Unavailable) as error:
+        async with self._one_at_a_time:
+          # One may have been chosen meanwhile.
+          if self._chosen is None:
+            await self._take_newest()
+      # Also memory that runs out, and whatever a runtime raises.
+      except Exception as error:
         self._metrics.syncs.labels("failed").inc()
         logging.warning("no new weights: %s", error)
 
@@ -61,11 +65,12 @@ class Replica:
       OSError: it can't be read.
       Unavailable: the service isn't running.
     """
-    if number is None:
-      await self._take_newest()
-    else:
-      await self._take(number)
-    self._chosen = number
+    async with self._one_at_a_time:
+      if number is None:
+        await self._take_newest()
+      else:
+        await self._take(number)
+      self._chosen = number
     if self.serving is None:
       raise MissingError("no version is published yet")
     return self.serving
@@ -83,26 +88,23 @@ class Replica:
       await self._take(newest.number)
 
   async def _take(self, number: int) -> None:
-    async with self._one_at_a_time:
-      self._check_started()
-      began = time.monotonic()
-      fetched = await asyncio.to_thread(self._subscriber.fetch, number)
-      old, new = self.serving, fetched.version
-      if new == old:
-        return
-      # What is on the devices, bit for bit what was published.
-      await asyncio.to_thread(self._subscriber.verify, fetched.params)
-      placed = await asyncio.to_thread(
-        self._service.engine.place, fetched.params
-      )
-      # Numbers of two lineages, or one that went back, say nothing of caches.
-      follows = old is not None and old.lineage == new.lineage
-      abandon = not follows or (old is not None and new.number < old.number)
-      await self._service.update_weights(placed, new.number, abandon=abandon)
-      self.serving = new
-      self._metrics.syncs.labels("taken").inc()
-      self._metrics.sync_seconds.observe(time.monotonic() - began)
-      logging.info("serving version %s", new)
+    self._check_started()
+    began = time.monotonic()
+    fetched = await asyncio.to_thread(self._subscriber.fetch, number)
+    old, new = self.serving, fetched.version
+    if new == old:
+      return
+    # What is on the devices, bit for bit what was published.
+    await asyncio.to_thread(self._subscriber.verify, fetched.params)
+    placed = await asyncio.to_thread(self._service.engine.place, fetched.params)
+    # Numbers of two lineages, or one that went back, say nothing of caches.
+    follows = old is not None and old.lineage == new.lineage
+    abandon = not follows or (old is not None and new.number < old.number)
+    await self._service.update_weights(placed, new.number, abandon=abandon)
+    self.serving = new
+    self._metrics.syncs.labels("taken").inc()
+    self._metrics.sync_seconds.observe(time.monotonic() - began)
+    logging.info("serving version %s", new)
 
 
 def first_version(

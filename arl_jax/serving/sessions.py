@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,6 +129,7 @@ def episode(
 
 
 _REWARD = 'an object {"total": number, "parts": {name: number}}'
+_LARGEST = sys.float_info.max
 
 
 def _is_reward(x: Any) -> bool:
@@ -136,4 +138,7 @@ def _is_reward(x: Any) -> bool:
   parts = x.get("parts", {})
   if type(parts) is not dict:
     return False
-  return all(type(v) in (int, float) for v in (x["total"], *parts.values()))
+  return all(
+    type(v) in (int, float) and -_LARGEST <= v <= _LARGEST
+    for v in (x["total"], *parts.values())
+  )
