@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from arl_jax.chat.replies import Delta
 from arl_jax.serving.stream import Stream, joined
@@ -65,7 +65,7 @@ class Choice:
     self.index, self.stream, self.begun = index, stream, False
     self.deltas: list[Delta] = []
     self.called = 0
-    self._kind = "content"
+    self._kind: Literal["content", "reasoning", "call", "malformed"] = "content"
     self._reader, self._cut = reader, StopCut(tuple(stop_strings))
     self._on_part = on_part
     self._parts: list[Sample] = []
