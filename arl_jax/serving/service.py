@@ -255,7 +255,7 @@ class Service:
       await asyncio.sleep(0.02)
     return not self._opened
 
-  # Everything below runs in the thread.
+  # On any thread, for the above.
 
   async def _ask(self, work: Callable[[], Any]) -> Any:
     self._check_alive()
@@ -287,6 +287,8 @@ class Service:
       raise Unavailable(f"the server failed: {_brief(self._failure)}")
     if self._stopping or not self._thread.is_alive():
       raise Unavailable("the server is stopped")
+
+  # In the service's thread; all that touches the scheduler.
 
   def _run(self) -> None:
     try:
