@@ -21,8 +21,9 @@ quickstart: $(STAMP)  ## Train the search agent on this machine (ARGS=flags).
 models: $(STAMP)  ## Download the small models that tests and examples use.
 	$(BIN)/python -m launch.models $(ARGS)
 
+# Two processes: most of a test's time is a compiler that runs on one core.
 test: $(STAMP)  ## Run the tests (ARGS=pytest arguments).
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check .

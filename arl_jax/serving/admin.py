@@ -91,9 +91,13 @@ class Admin:
     )
 
   async def abort(self, request: Request) -> Response:
-    """DELETE /v1/requests/{id}: its client is told so."""
+    """DELETE /v1/requests/{id}, of an answer: its client is told so."""
     name = request.path_params["id"]
-    if not self._service.abort(name):
+    # One that is done has left a gap among the choices.
+    most = self._service.config.max_choices
+    choices = [f"{name}.{i}" for i in range(most)]
+    aborted = [self._service.abort(choice) for choice in (name, *choices)]
+    if not any(aborted):
       raise HttpError(404, f"no request {name[:80]!r} is running", field="id")
     return JSONResponse({"id": name, "aborted": True})
 

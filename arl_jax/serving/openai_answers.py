@@ -38,17 +38,17 @@ class Answer:
 
     Args:
       chat: whether it's one.
-      request_id: of the request.
+      request_id: of the request; who aborts one names it so.
       model: as the API calls it.
       piece: how a token reads.
       logprobs: whether log-probs are told.
       return_tokens: whether ids, versions and experts are told.
     """
+    self.request_id = request_id
     self._chat, self._piece = chat, piece
     self._logprobs, self._return_tokens = logprobs, return_tokens
-    prefix = "chatcmpl" if chat else "cmpl"
     self._head = {
-      "id": f"{prefix}-{request_id}",
+      "id": request_id,
       "created": int(time.time()),
       "model": model,
     }

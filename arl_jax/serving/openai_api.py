@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from arl_jax.chat.formats import ChatFormat
 from arl_jax.chat.messages import ChatMessage, parse_messages, parse_tools
@@ -25,7 +24,8 @@ from arl_jax.chat.replies import collect
 from arl_jax.rollout.request import Sampling
 from arl_jax.serving.body import parse_object
 from arl_jax.serving.choices import Choice, PlainReader, Reader
-from arl_jax.serving.http_errors import HttpError, describe
+from arl_jax.serving.event_response import EventResponse
+from arl_jax.serving.http_errors import HttpError
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_answers import Answer
 from arl_jax.serving.openai_requests import (
@@ -33,7 +33,7 @@ from arl_jax.serving.openai_requests import (
   read_chat,
   read_completion,
 )
-from arl_jax.serving.receiving import gone, read_body, until_gone
+from arl_jax.serving.receiving import read_body, until_gone
 from arl_jax.serving.recorder import Recording, Turn
 from arl_jax.serving.service import Service
 from arl_jax.serving.sessions import Sessions
@@ -220,9 +220,10 @@ class OpenAI:
       )
 
   def _answer(self, options: Options, *, chat: bool) -> Answer:
+    prefix = "chatcmpl" if chat else "cmpl"
     return Answer(
       chat=chat,
-      request_id=uuid.uuid4().hex,
+      request_id=f"{prefix}-{uuid.uuid4().hex}",
       model=self._model,
       piece=self._service.tokenizer.piece,
       logprobs=options.logprobs,
@@ -260,6 +261,7 @@ class OpenAI:
           training=options.training,
           timeout=options.timeout,
           version=options.version,
+          request_id=f"{job.answer.request_id}.{i}",
         )
         timer = self._metrics.timer()
         job.choices.append(
@@ -288,7 +290,7 @@ class OpenAI:
       # An error before the first token still gets a status.
       events = self._events(job)
       first = await until_gone(request, anext(events), events.aclose)
-      return _EventResponse(first, events)
+      return EventResponse(first, events)
     return await until_gone(request, self._whole(job))
 
   async def _whole(self, job: _Job) -> Response:
@@ -392,47 +394,3 @@ def _abandoned_on_error(recording: Recording | None, turn: Turn | None):
     if recording is not None and turn is not None:
       recording.abandon(turn)
     raise
-
-
-class _EventResponse(StreamingResponse):
-  """Server-sent events; an error amid them is the last one."""
-
-  def __init__(
-    self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]
-  ):
-    super().__init__(
-      self._lines(first, rest),
-      media_type="text/event-stream",
-      headers={"cache-control": "no-cache"},
-    )
-
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    """Also notices a client that leaves while nothing is sent."""
-    sending = asyncio.ensure_future(self.stream_response(send))
-    watch = asyncio.ensure_future(gone(receive))
-    try:
-      await asyncio.wait({sending, watch}, return_when=asyncio.FIRST_COMPLETED)
-      if sending.done():
-        sending.result()
-    finally:
-      watch.cancel()
-      sending.cancel()
-      await asyncio.gather(sending, watch, return_exceptions=True)
-
-  async def _lines(
-    self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]
-  ) -> AsyncGenerator[bytes, None]:
-    try:
-      yield _line(first)
-      async for event in rest:
-        yield _line(event)
-    except Exception as error:
-      yield _line(describe(error)[1])
-    finally:
-      await rest.aclose()
-    yield b"data: [DONE]\n\n"
-
-
-def _line(event: dict[str, Any]) -> bytes:
-  text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-  return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"

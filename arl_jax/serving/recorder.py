@@ -112,11 +112,12 @@ class Recording:
 
   Attributes:
     turns: that were sampled.
+    running: turns that began and didn't end yet.
     tokens: in all branches.
   """
 
   def __init__(self) -> None:
-    self.turns = 0
+    self.turns = self.running = 0
     # Held for moments: event loops wait for it.
     self._lock = threading.Lock()
     self._branches: list[_Branch] = []
@@ -142,10 +143,15 @@ class Recording:
     messages = tuple(messages)
     setting = ("chat", repr(tools), effort, temperature)
     turn = self._extend(setting, messages, tools, effort, formatter)
-    if turn is not None:
-      return turn
-    prompt = formatter.render(messages, tools, effort=effort)
-    return Turn(prompt, None, prompt, setting, temperature, messages)
+    if turn is None:
+      prompt = formatter.render(messages, tools, effort=effort)
+      turn = Turn(prompt, None, prompt, setting, temperature, messages)
+    return self._begun(turn)
+
+  def _begun(self, turn: Turn) -> Turn:
+    with self._lock:
+      self.running += 1
+    return turn
 
   def _extend(self, setting, messages, tools, effort, formatter) -> Turn | None:
     """The turn that appends to a branch, None if there is no such branch."""
@@ -182,7 +188,7 @@ class Recording:
     )
     if branch is not None:
       added = prompt[len(branch.ids) :]
-    return Turn(prompt, branch, added, setting, temperature)
+    return self._begun(Turn(prompt, branch, added, setting, temperature))
 
   def commit(
     self,
@@ -200,6 +206,7 @@ class Recording:
       seen: of a chat, what the harness was told that they say.
     """
     with self._lock:
+      self.running -= 1
       self._commit(turn, sample)
       if reply is not None and seen is not None:
         assert self._last is not None
@@ -226,6 +233,7 @@ class Recording:
   def abandon(self, turn: Turn) -> None:
     """Forgets what a turn sampled, which the harness never saw whole."""
     with self._lock:
+      self.running -= 1
       if turn.branch is not None:
         turn.branch.busy = False
 

@@ -84,10 +84,13 @@ class Sessions:
   def expire(self) -> None:
     """Forgets sessions that nobody has used for long."""
     limit = self._clock() - self._config.session_seconds
-    while self._open:
-      name, (_, used) = next(iter(self._open.items()))
+    idle: list[str] = []
+    for name, (recording, used) in self._open.items():
       if used > limit:
-        return
+        break
+      if not recording.running:
+        idle.append(name)
+    for name in idle:
       self.expired += 1
       self.close(name)
 

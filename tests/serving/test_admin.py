@@ -1,5 +1,6 @@
 """Health, draining, pausing, tokens, metrics, aborts."""
 
+import json
 import threading
 import time
 
@@ -181,17 +182,19 @@ def test_metrics():
 
 
 def test_abort():
-  gate = Gate()
-  with serving(EchoEngine(on_call=gate)) as server:
-    asking = Asking(server)
-    wait_until(lambda: server.service.load().requests == 1)
-    (request_id,) = server.service._opened
-    path = f"{server.url}/v1/requests/{request_id}"
-    assert httpx.delete(path).status_code == 200
-    gate.open.set()
-    response = asking.answer()
-    assert response.status_code == 410
-    assert response.json()["error"]["type"] == "aborted_error"
+  with serving() as server:
+    messages = [{"role": "user", "content": "say:" + "x" * 1500}]
+    body = {"messages": messages, "stream": True}
+    with httpx.stream(
+      "POST", server.url + CHAT, json=body, timeout=PATIENCE
+    ) as stream:
+      events = stream.iter_lines()
+      name = json.loads(next(events).removeprefix("data: "))["id"]
+      path = f"{server.url}/v1/requests/{name}"
+      assert httpx.delete(path).status_code == 200
+      last = [line for line in events if line][-2:]
+    assert "aborted_error" in last[0]
+    assert last[1] == "data: [DONE]"
     wait_until(lambda: idle(server.service))
     assert httpx.delete(path).status_code == 404
 

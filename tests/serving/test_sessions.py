@@ -6,6 +6,8 @@ import numpy as np
 import openai
 import pytest
 
+from arl_jax.serving.config import ServingConfig
+from arl_jax.serving.sessions import Sessions
 from arl_jax.types import Role, from_json
 from tests.serving.http_serving import (
   EchoEngine,
@@ -273,3 +275,24 @@ def test_bounds():
     for session in "ab":
       assert post(server, f"/v1/sessions/{session}/finish").status_code == 200
     assert ask("c").status_code == 200
+
+
+def test_idle_sessions_are_forgotten_and_busy_ones_are_not():
+  now = [0.0]
+  closed = []
+  config = ServingConfig(session_seconds=10)
+  sessions = Sessions(config, closed.append, clock=lambda: now[0])
+  turns = {}
+  for name in ("a", "b", "c"):
+    turns[name] = sessions.use(name).plain([1, 2], 1.0)
+  sessions.get("b").abandon(turns["b"])
+  sessions.get("c").abandon(turns["c"])
+  now[0] = 9.0
+  sessions.use("c")
+  now[0] = 11.0
+  sessions.expire()
+  assert closed == ["b"]
+  sessions.get("a").abandon(turns["a"])
+  sessions.expire()
+  assert closed == ["b", "a"]
+  assert (len(sessions), sessions.expired) == (1, 2)
