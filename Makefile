@@ -23,7 +23,7 @@ models: $(STAMP)  ## Download the small models that tests and examples use.
 
 # Two processes: most of a test's time is a compiler that runs on one core.
 test: $(STAMP)  ## Run the tests (ARGS=pytest arguments).
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## Check style, format and types.
 	$(BIN)/ruff check .

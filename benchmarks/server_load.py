@@ -46,7 +46,7 @@ _CLIENT = flags.DEFINE_string("client", "", "Address: be the clients of it.")
 _VOCAB = flags.DEFINE_integer("vocab", 0, "Of the prompts of --client.")
 
 _AIM = 0.9
-_MAX_LENGTH = 256
+_MAX_LENGTH = 192
 _TINY = ModelConfig(
   vocab_size=512, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32
 )
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> None:
     EngineConfig(
       max_concurrent_decodes=4 if _SMOKE.value else 64,
       prefill_rows=8,
-      prefill_chunk=64,
+      prefill_chunk=32,
     ),
     max_length=_MAX_LENGTH,
   )
