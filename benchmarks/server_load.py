@@ -46,7 +46,7 @@ _CLIENT = flags.DEFINE_string("client", "", "Address: be the clients of it.")
 _VOCAB = flags.DEFINE_integer("vocab", 0, "Of the prompts of --client.")
 
 _AIM = 0.9
-_MAX_LENGTH = 192
+_MAX_LENGTH = 128
 _TINY = ModelConfig(
   vocab_size=512, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32
 )
@@ -68,13 +68,13 @@ class _Letters:
 
 
 def _requests(vocab_size: int, smoke: bool) -> list[tuple[list[int], int]]:
-  """Prompts of 16 to 128 tokens, of which each wants 16 to 64 more."""
+  """Prompts of 8 to 64 tokens, of which each wants 8 to 48 more."""
   draw = np.random.default_rng(0)
   count = 16 if smoke else 256
   return [
     (
-      draw.integers(0, vocab_size, draw.integers(16, 129)).tolist(),
-      int(draw.integers(16, 65)),
+      draw.integers(0, vocab_size, draw.integers(8, 65)).tolist(),
+      int(draw.integers(8, 49)),
     )
     for _ in range(count)
   ]
