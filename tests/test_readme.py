@@ -18,7 +18,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     cwd=_ROOT,
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=900,
     check=False,
   )
 

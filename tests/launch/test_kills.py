@@ -69,7 +69,7 @@ def launch(folder, config, run_dir, *flags):
 
 
 def succeed(process):
-  _, err = process.communicate(timeout=400)
+  _, err = process.communicate(timeout=900)
   assert process.returncode == 0, err[-3000:]
 
 

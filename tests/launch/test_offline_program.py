@@ -39,7 +39,7 @@ def launch(folder, config, *flags):
     env=environment,
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=900,
   )
   return done.returncode, done.stdout, done.stderr
 

@@ -76,7 +76,7 @@ def start(*flags, cwd=ROOT, cache=None):
   )
 
 
-def finish(process, timeout=300):
+def finish(process, timeout=900):
   try:
     out, err = process.communicate(timeout=timeout)
   except BaseException:
@@ -501,7 +501,7 @@ def test_a_second_signal_ends_at_once_without_a_traceback(
   wait_for(process, run_dir, "warm_start", 2)
   process.send_signal(signal.SIGINT)
   process.send_signal(signal.SIGTERM)
-  code, _, err = finish(process, timeout=30)
+  code, _, err = finish(process, timeout=120)
   assert code not in (0, 1)
   assert "Traceback" not in err
 
