@@ -77,14 +77,7 @@ class ChatFormat(Protocol):
     call_prefix: str = "call_",
     effort: str | None = None,
   ) -> Reply:
-    """What sampled ids say; never raises.
-
-    Args:
-      ids: what was sampled, with or without the end mark.
-      tools: the only ones that can be called.
-      call_prefix: calls are named by it and a number.
-      effort: as it was rendered.
-    """
+    """See `stream.ReplyReader`."""
 
   def parser(
     self,
@@ -93,7 +86,7 @@ class ChatFormat(Protocol):
     call_prefix: str = "call_",
     effort: str | None = None,
   ) -> StreamParser:
-    """`parse` for ids that are yet to come, piece by piece."""
+    """See `stream.ReplyReader`."""
 
 
 def format_of(

@@ -18,8 +18,8 @@ from typing import Literal
 
 from arl_jax.chat.messages import ChatMessage, Tool
 from arl_jax.chat.pretrained import PretrainedTokenizer
-from arl_jax.chat.replies import CallChecker, Delta, Reply, collect, malformed
-from arl_jax.chat.stream import StreamParser
+from arl_jax.chat.replies import CallChecker, Delta, malformed
+from arl_jax.chat.stream import ReplyReader, StreamParser
 from arl_jax.chat.typescript import declare
 
 START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
@@ -49,7 +49,7 @@ _KINDS: dict[str, _Kind] = {
 }
 
 
-class HarmonyFormat:
+class HarmonyFormat(ReplyReader):
   """Renders and parses for one tokenizer.
 
   Analysis that messages carry is kept, so that turns always append; the
@@ -132,18 +132,6 @@ class HarmonyFormat:
     ends = [self._marks[mark] for mark in (END, CALL, RETURN)]
     forced = [] if ids and ids[-1] in ends else [self._marks[END]]
     return [*forced, *self._turns(new), *self._open()]
-
-  def parse(
-    self,
-    ids: Sequence[int],
-    tools: Sequence[Tool] = (),
-    *,
-    call_prefix: str = "call_",
-    effort: str | None = None,
-  ) -> Reply:
-    """Parses sampled ids; the end mark may be there or not."""
-    parser = self.parser(tools, call_prefix=call_prefix, effort=effort)
-    return collect([*parser.feed(ids), *parser.finish()])
 
   def parser(
     self,

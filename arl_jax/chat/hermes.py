@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from arl_jax.chat.messages import ChatMessage, Tool, tool_json
 from arl_jax.chat.pretrained import PretrainedTokenizer
-from arl_jax.chat.replies import CallChecker, Reply, collect, malformed
-from arl_jax.chat.stream import StreamParser
+from arl_jax.chat.replies import CallChecker, malformed
+from arl_jax.chat.stream import ReplyReader, StreamParser
 
 START, END = "<|im_start|>", "<|im_end|>"
 _THINK, _THOUGHT = "<think>", "</think>"
@@ -42,7 +42,7 @@ _TOOLS_AFTER = (
 _Part = str | int
 
 
-class HermesFormat:
+class HermesFormat(ReplyReader):
   """Renders and parses for one tokenizer.
 
   Reasoning that messages carry is kept, so that turns always append; published
@@ -119,18 +119,6 @@ class HermesFormat:
     parts: list[_Part] = [] if ids[-1:] == [self._end] else [self._end]
     parts += ["\n", *self._turns(new), *self._open(effort)]
     return self._encode(parts)
-
-  def parse(
-    self,
-    ids: Sequence[int],
-    tools: Sequence[Tool] = (),
-    *,
-    call_prefix: str = "call_",
-    effort: str | None = None,
-  ) -> Reply:
-    """Parses sampled ids; the end mark may be there or not."""
-    parser = self.parser(tools, call_prefix=call_prefix, effort=effort)
-    return collect([*parser.feed(ids), *parser.finish()])
 
   def parser(
     self,

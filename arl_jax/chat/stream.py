@@ -6,12 +6,14 @@ a reply can't depend on how it was streamed.
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+from arl_jax.chat.messages import Tool
 from arl_jax.chat.pretrained import PretrainedTokenizer
-from arl_jax.chat.replies import CallChecker, Delta
+from arl_jax.chat.replies import CallChecker, Delta, Reply, collect
 
 _UNKNOWN = "\ufffd"  # What bytes read as that are no UTF-8, or not yet.
 _LONGEST = 3  # Bytes of a character that isn't whole.
@@ -70,7 +72,7 @@ class Detokenizer:
     return self._tokenizer.decode(ids, skip_special=False)
 
 
-class StreamParser:
+class StreamParser(abc.ABC):
   """Reads a reply while it is sampled; subclasses know a family's marks."""
 
   def __init__(
@@ -115,17 +117,17 @@ class StreamParser:
       self._stop()
     return self._taken()
 
+  @abc.abstractmethod
   def _on_text(self, text: str) -> None:
     """Takes a text that isn't empty and has no mark."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _on_mark(self, name: str, text: str) -> None:
     """Takes a mark; as a mere text it reads `text`."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def _on_end(self) -> None:
     """Says what is left, at the end of the reply."""
-    raise NotImplementedError
 
   def _say(self, kind: Literal["content", "reasoning"], text: str) -> None:
     if text:
@@ -192,3 +194,36 @@ class StreamParser:
 def _close(joined: list[Delta], texts: list[str]) -> None:
   if len(texts) > 1:
     joined[-1] = Delta(kind=joined[-1].kind, text="".join(texts))
+
+
+class ReplyReader(abc.ABC):
+  """What formats have in common: whole replies are read as streamed ones."""
+
+  @abc.abstractmethod
+  def parser(
+    self,
+    tools: Sequence[Tool] = (),
+    *,
+    call_prefix: str = "call_",
+    effort: str | None = None,
+  ) -> StreamParser:
+    """`parse` for ids that are yet to come, piece by piece."""
+
+  def parse(
+    self,
+    ids: Sequence[int],
+    tools: Sequence[Tool] = (),
+    *,
+    call_prefix: str = "call_",
+    effort: str | None = None,
+  ) -> Reply:
+    """What sampled ids say; never raises.
+
+    Args:
+      ids: what was sampled, with or without the end mark.
+      tools: the only ones that can be called.
+      call_prefix: calls are named by it and a number.
+      effort: as it was rendered.
+    """
+    parser = self.parser(tools, call_prefix=call_prefix, effort=effort)
+    return collect([*parser.feed(ids), *parser.finish()])

@@ -11,8 +11,7 @@ from arl_jax.chat import harmony
 from arl_jax.chat.hermes import HermesParser
 from arl_jax.chat.messages import ChatMessage, Tool, message_json, tool_json
 from arl_jax.chat.pretrained import PretrainedTokenizer
-from arl_jax.chat.replies import Reply, collect
-from arl_jax.chat.stream import StreamParser
+from arl_jax.chat.stream import ReplyReader, StreamParser
 
 # Stand-ins for what an assistant said, that any filter leaves as they are.
 _REASONING, _CONTENT, _ARGUMENT = "arlReasoning7x", "arlContent7x", "arlValue7x"
@@ -23,7 +22,7 @@ class NoAppend(Exception):
   """The template would write the past anew: begin a new segment."""
 
 
-class TemplateFormat:
+class TemplateFormat(ReplyReader):
   """Renders with the template, parses by the marks that are there.
 
   A turn is appended where the template leaves what came before as it is.
@@ -119,18 +118,6 @@ class TemplateFormat:
       raise NoAppend("the template writes no end after the turn")
     added = self._tokenizer.encode_guarded(whole[end.start() :])
     return added[1:] if self._ended(ids, end[0]) else added
-
-  def parse(
-    self,
-    ids: Sequence[int],
-    tools: Sequence[Tool] = (),
-    *,
-    call_prefix: str = "call_",
-    effort: str | None = None,
-  ) -> Reply:
-    """Parses sampled ids; the end mark may be there or not."""
-    parser = self.parser(tools, call_prefix=call_prefix, effort=effort)
-    return collect([*parser.feed(ids), *parser.finish()])
 
   def parser(
     self,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from arl_jax.rollout.guarded_engine import EngineFailure, GuardedEngine
+from arl_jax.rollout.held_weights import HeldWeights
 from arl_jax.rollout.prefill_queue import PrefillQueue
 from arl_jax.rollout.request import (
   Overloaded,
@@ -39,7 +40,6 @@ class Scheduler:
   their tokens, one by one; only one that fails alone is given up.
 
   Attributes:
-    version: current policy version.
     prefilled_tokens: computed into caches, those computed again included.
     sampled_tokens: that requests got.
     reused_tokens: that were in a cache when a request needed them.
@@ -73,19 +73,17 @@ class Scheduler:
     self.config = config or SchedulerConfig()
     self.config.validate()
     engine.check_placed(params)
-    self.version = version
     self.prefilled_tokens = self.sampled_tokens = self.reused_tokens = 0
     self.cancelled = self.timed_out = self.failed = self.evicted = 0
     self.driven = False
     self._limits, self._detokenize, self._clock = engine, detokenize, clock
-    self._params = {version: params}
+    self._weights = HeldWeights(params, version)
     self._engine = GuardedEngine(engine)
     self._slots = Slots(engine)
     self._waiting: deque[Request] = deque()
     self._prefilling = PrefillQueue(engine, self._slots)
     self._finished: list[Request] = []
     self._held_back = 0
-    self._last_version = version
 
   # Gauges.
 
@@ -105,9 +103,14 @@ class Scheduler:
     return sum(s.session is not None for s in self._slots)
 
   @property
+  def version(self) -> int:
+    """Current policy version."""
+    return self._weights.version
+
+  @property
   def versions(self) -> tuple[int, ...]:
     """Policy versions whose weights are held, in order."""
-    return tuple(sorted(self._params))
+    return self._weights.versions
 
   @property
   def busy(self) -> bool:
@@ -155,7 +158,7 @@ class Scheduler:
     timeout = self.config.timeout if timeout is None else timeout
     if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
       raise ValueError(f"timeout is {timeout!r}, not a number of seconds > 0")
-    if version is not None and version not in self._params:
+    if version is not None and version not in self.versions:
       raise ValueError(
         f"version {version} isn't held any more, or not yet; held are"
         f" {list(self.versions)}"
@@ -220,23 +223,15 @@ class Scheduler:
       ValueError: the version is older than the current one or no number,
         `caches` is unknown, or the weights aren't what the engine takes.
     """
-    try:
-      version = operator.index(version)
-    except TypeError as error:
-      raise ValueError(f"version is {version!r}, not an integer") from error
     self._limits.check_placed(params)
     if caches not in ("recompute", "keep"):
       raise ValueError(f"caches is {caches!r}, not 'recompute' or 'keep'")
-    if version < self.version:
-      raise ValueError(f"version {version} is older than {self.version}")
-    self._params[version] = params
-    if version == self.version:
+    if not self._weights.add(params, version):
       return
-    self.version = version
     for request in self._unfinished():
       if request.pinned:
         continue
-      request.version = version
+      request.version = self.version
       if request.phase is Phase.WAITING:
         continue
       if caches == "keep" and request.cached and request.leader is None:
@@ -244,7 +239,7 @@ class Scheduler:
         self._prefilling.orphan(request)
       else:
         self._restart(request)
-    self._drop_params()
+    self._weights.drop_unused(self._unfinished())
 
   def adopt(self, params: Any, version: int) -> None:
     """Goes on with weights of another lineage, whatever their number.
@@ -264,7 +259,7 @@ class Scheduler:
     for request in self._unfinished():
       if request.pinned:
         self._fail(request, f"version {request.version} was abandoned")
-    self._params, self.version = {version: params}, version
+    self._weights.replace(params, version)
     for slot in self._slots:
       slot.keep(0, None)
       if slot.request is not None:
@@ -306,7 +301,7 @@ class Scheduler:
     self._admit()
     if self._prefill_is_due():
       self._prefill(self._prefilling.batch())
-    batch = self._generate_batch()
+    batch = self._weights.turn(self._decoding())
     if batch:
       self._generate(batch)
 
@@ -348,13 +343,7 @@ class Scheduler:
         self._engine.stop(slot.index)
       self._prefilling.orphan(request)
     if request.pinned:
-      self._drop_params()
-
-  def _drop_params(self) -> None:
-    """Forgets weights that no request needs."""
-    needed = {self.version, *(r.version for r in self._unfinished())}
-    for version in self._params.keys() - needed:
-      del self._params[version]
+      self._weights.drop_unused(self._unfinished())
 
   def _restart(self, request: Request) -> None:
     """Has a running request's cache computed from its tokens."""
@@ -445,7 +434,7 @@ class Scheduler:
     rows = {
       r.slot: (r.cached, chunk) for r, chunk in zip(batch, chunks, strict=True)
     }
-    self._engine.extend(batch, self._params[batch[0].version], rows)
+    self._engine.extend(batch, self._weights.of(batch), rows)
     for request, chunk in zip(batch, chunks, strict=True):
       self._slots[request.slot].append(chunk)
       request.cached += len(chunk)
@@ -468,18 +457,8 @@ class Scheduler:
     running = (s.request for s in self._slots if s.request is not None)
     return [r for r in running if r.phase is Phase.DECODING]
 
-  def _generate_batch(self) -> list[Request]:
-    """All requests of one version; versions take turns."""
-    decoding = self._decoding()
-    if not decoding:
-      return []
-    versions = sorted({r.version for r in decoding})
-    later = [v for v in versions if v > self._last_version]
-    self._last_version = (later or versions)[0]
-    return [r for r in decoding if r.version == self._last_version]
-
   def _generate(self, batch: list[Request]) -> None:
-    burst = self._engine.generate(batch, self._params[batch[0].version])
+    burst = self._engine.generate(batch, self._weights.of(batch))
     for request in batch:
       alone, request.suspect = request.suspect, False
       if burst.finite[request.slot]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from absl import logging
@@ -87,7 +87,7 @@ class Server:
     self.http_port: int = self._socket.getsockname()[1]
     self.grpc_port: int | None = None
     self.stuck = False
-    self._http = uvicorn.Server(
+    self._http = _Http(
       uvicorn.Config(
         app,
         log_config=None,
@@ -112,7 +112,6 @@ class Server:
 
     Raises:
       OSError: the gRPC port is taken.
-      RuntimeError: the service failed.
     """
     grpc = None
     if self._config.grpc_port >= 0:
@@ -132,7 +131,8 @@ class Server:
       await self._drain(should_stop)
     finally:
       self._http.should_exit = True
-      self.stuck = not self._service.stop(_STOP_SECONDS)
+      ended = await asyncio.to_thread(self._service.stop, _STOP_SECONDS)
+      self.stuck = not ended
       if grpc is not None:
         await grpc.stop(grace=1)
       for task in tasks[1:]:
@@ -147,11 +147,16 @@ class Server:
       logging.warning("requests still ran after %s s", seconds)
 
   async def _serve_http(self) -> None:
-    # Signals are the program's, not the library's.
-    with contextlib.ExitStack() as stack:
-      stack.enter_context(contextlib.closing(self._socket))
-      self._http.capture_signals = contextlib.nullcontext  # type: ignore
+    with contextlib.closing(self._socket):
       await self._http.serve(sockets=[self._socket])
+
+
+class _Http(uvicorn.Server):
+  """Leaves signals to the program."""
+
+  @contextlib.contextmanager
+  def capture_signals(self) -> Iterator[None]:
+    yield
 
 
 def _listen(host: str, port: int) -> socket.socket:

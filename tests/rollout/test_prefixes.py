@@ -275,7 +275,7 @@ def test_pinned_request_is_of_one_version(caches):
     scheduler.step()
   scheduler.update_weights(Params(2), 2, caches)
   also = submit(scheduler, "also", ids, version=0)
-  assert sorted(scheduler._params) == [0, 2]
+  assert list(scheduler.versions) == [0, 2]
   drain(scheduler)
   for request in (free, pinned, also):
     assert_right(request)
@@ -283,7 +283,7 @@ def test_pinned_request_is_of_one_version(caches):
     assert set(request.result.versions) == {0}
     assert set(request.result.cache_versions) == {0}
   assert pinned.result.ids.tolist() == alone(ids, pinned.sampling)
-  assert list(scheduler._params) == [2]
+  assert list(scheduler.versions) == [2]
   with pytest.raises(ValueError, match=r"version 0 isn't held .* \[2\]"):
     submit(scheduler, "late", ids, version=0)
 

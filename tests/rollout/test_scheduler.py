@@ -351,7 +351,7 @@ def test_any_order_of_events_ends_well(actions, window, drafts, slots, rows):
       if request.pinned:
         assert set(request.result.cache_versions) == {request.version}
   assert scheduler.failed <= sum(a[0] == "fail" for a in actions)
-  assert list(scheduler._params) == [scheduler.version]
+  assert list(scheduler.versions) == [scheduler.version]
   for session in range(6):
     scheduler.close(f"s{session}")
   assert scheduler.slots_in_use == 0
@@ -367,7 +367,7 @@ def test_any_order_of_events_ends_well(actions, window, drafts, slots, rows):
 def _act(scheduler, requests, failures, name, *arguments):
   if name == "submit":
     session, length, seed, tokens, pinned = arguments
-    held = sorted(scheduler._params)
+    held = list(scheduler.versions)
     at = {"oldest": 0, "newest": -1}.get(pinned)
     pin = {} if at is None else {"version": held[at]}
     requests.append(
