@@ -31,7 +31,7 @@ from arl_jax.runtime.offline import (
 )
 from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.runtime.pod_config import PodConfig
-from arl_jax.runtime.problem import SearchProblem
+from arl_jax.runtime.problem import make_problem
 from launch import command
 
 _CONFIG = config_flags.DEFINE_config_file("config")
@@ -48,7 +48,7 @@ _MUTABLE = (
   *("rl.steps", "steps", "checkpoint_every", "export"),
   *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
   *("weights.folder", "weights.base_every"),
-  *("weights.quota_bytes", "weights.dtype"),
+  *("weights.quota_bytes", "weights.dtype", "cluster"),
 )
 
 
@@ -97,8 +97,8 @@ def _train(
   progress.phase("corpus and tasks", 1)
   # Before the folder is touched: what can't be used costs nothing.
   config.learner.mesh.make()
-  problem = SearchProblem(config)
-  progress.update(1, chunks=len(problem.corpus.chunks))
+  problem = make_problem(config)
+  progress.update(1, tasks=len(problem.train))
   with _open(config, problem.digests()) as run:
     summary = run_experiment(
       config,

@@ -33,6 +33,11 @@ WITHOUT_JAX = (
   "envs",
   "rewards",
   "observability",
+  "runtime.actor",
+  "runtime.actor_config",
+  "runtime.group_queue",
+  "runtime.problem",
+  "runtime.task_source",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 

@@ -2,73 +2,20 @@
 
 import dataclasses
 import difflib
+import math
 
 from arl_jax import losses
-from arl_jax.agents.harness import AgentConfig
-from arl_jax.agents.scripted import ScriptConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
 from arl_jax.rollout.engine_config import EngineConfig
+from arl_jax.runtime.actor_config import ActorConfig
+from arl_jax.runtime.task_source import parse_mixture
 from arl_jax.weights.config import WeightsConfig
 
 
 def _make(cls, **values):
   return dataclasses.field(default_factory=lambda: cls(**values))
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class CorpusConfig:
-  """What is searched.
-
-  Attributes:
-    path: folder of .txt, .md and .rst files; empty takes the Python language
-      reference and the docstrings of the standard library.
-    chunk_tokens: of a chunk at most.
-    vocab_size: of the tokenizer trained on it.
-  """
-
-  path: str = ""
-  chunk_tokens: int = 128
-  vocab_size: int = 3072
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class TaskConfig:
-  """Tasks made from the corpus.
-
-  Attributes:
-    train: number of tasks.
-    heldout: number of tasks, from documents that no training task uses.
-    clue_words: words of a clue.
-    hops: clues of a task.
-  """
-
-  train: int = 3000
-  heldout: int = 256
-  clue_words: int = 3
-  hops: int = 2
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class SearchConfig:
-  """The search environment and its reward.
-
-  Attributes:
-    handles: chunk ids an episode can give out, a token each.
-    results: chunks a search returns at most.
-    snippet_tokens: of a chunk that a result shows at most.
-    grep_limit: chunks a grep returns at most.
-    max_answer: ids in the final answer at most.
-    beta: of F_β; recall weighs β² as much as precision.
-  """
-
-  handles: int = 32
-  results: int = 3
-  snippet_tokens: int = 14
-  grep_limit: int = 3
-  max_answer: int = 6
-  beta: float = 4.0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -97,12 +44,23 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RLConfig:
-  """On-policy reinforcement learning.
+  """Reinforcement learning.
 
   Attributes:
-    steps: each samples groups with the newest weights and publishes new ones.
+    steps: each trains on groups and publishes new weights.
     tasks_per_step: groups.
     group_size: rollouts of a task, at least 2.
+    max_staleness: policy versions between a group's oldest trained token and
+      the learner that trains on it, at most; with 0 a step's groups are sampled
+      by the weights that it updates. Above 0 only with `cluster.actors`.
+    tries: of a task whose rollouts failed for reasons of infrastructure.
+    epochs: over the tasks, after which the run ends even before `steps`; 0 for
+      as many as it takes.
+    mixture: how often tasks of each source come, as in "easy=1,hard=3"; a
+      task's source is `provenance["source"]`. Empty takes all tasks alike.
+    skip_below: tasks whose rollouts had a lower mean reward when they were
+      tried last are left out: they are too hard yet.
+    skip_above: likewise with a higher one: they are learned already.
     substeps: updates that a step's groups are split into, each group in one;
       the behaviour log-prob stays the one recorded at sampling, so that later
       substeps are off-policy by ρ (see `Learner`).
@@ -116,6 +74,12 @@ class RLConfig:
   steps: int = 100
   tasks_per_step: int = 8
   group_size: int = 8
+  max_staleness: int = 0
+  tries: int = 3
+  epochs: int = 0
+  mixture: str = ""
+  skip_below: float = -math.inf
+  skip_above: float = math.inf
   substeps: int = 1
   baseline: str = "mean"
   normalise_std: bool = False
@@ -126,11 +90,10 @@ class RLConfig:
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Config:
-  """Everything a run is made from.
+class Config(ActorConfig):
+  """Everything a run is made from; see also `ActorConfig`.
 
   Attributes:
-    seed: of tasks, parameters, demonstrations and rollouts.
     run_dir: where the run leaves its files.
     smoke: reduces every size, to see in a minute that all parts work.
     checkpoint_every: updates between checkpoints, besides those at the end of
@@ -144,7 +107,6 @@ class Config:
       after each.
   """
 
-  seed: int = 0
   run_dir: str = "runs/quickstart"
   smoke: bool = False
   checkpoint_every: int = 50
@@ -153,11 +115,6 @@ class Config:
   checkpoint_quota: int = 0
   evaluation_seed: int = 1234
   report_episodes: int = 3
-  corpus: CorpusConfig = _make(CorpusConfig)
-  tasks: TaskConfig = _make(TaskConfig)
-  search: SearchConfig = _make(SearchConfig)
-  agent: AgentConfig = _make(AgentConfig)
-  script: ScriptConfig = _make(ScriptConfig)
   model: ModelConfig = _make(ModelConfig, scaled_embedding=True)
   engine: EngineConfig = _make(EngineConfig)
   learner: LearnerConfig = _make(
@@ -180,10 +137,14 @@ class Config:
     self.engine.validate()
     self.script.validate()
     self.weights.validate("weights")
+    self.cluster.validate()
+    self._validate_tasks()
     if self.rl.baseline not in BASELINES:
       raise ValueError(
         f"rl.baseline is {self.rl.baseline!r}, none of {list(BASELINES)}"
       )
+    if self.cluster.actors and not self.weights.folder:
+      self.weights.folder = f"{self.run_dir}/weights"
     if not self.search.beta > 0:
       raise ValueError(f"search.beta is {self.search.beta}, not > 0")
     self.learner.validate("learner")
@@ -223,6 +184,23 @@ class Config:
       raise ValueError(
         f"learner.row_length {self.learner.row_length} can't hold a context of"
         f" agent.token_budget {self.agent.token_budget}; raise it"
+      )
+
+  def _validate_tasks(self) -> None:
+    rl = self.rl
+    for name, least in (("max_staleness", 0), ("tries", 1), ("epochs", 0)):
+      if getattr(rl, name) < least:
+        raise ValueError(f"rl.{name} is {getattr(rl, name)}, not >= {least}")
+    if rl.max_staleness and not self.cluster.actors:
+      raise ValueError(
+        f"rl.max_staleness is {rl.max_staleness}, but without cluster.actors a"
+        " run is strictly on-policy; it must be 0"
+      )
+    parse_mixture(rl.mixture)
+    if not rl.skip_below <= rl.skip_above:
+      raise ValueError(
+        f"rl.skip_below is {rl.skip_below}, not <= rl.skip_above"
+        f" {rl.skip_above}"
       )
 
   def _reduce(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -16,7 +17,7 @@ from arl_jax.envs.search import corpus as corpus_lib
 from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
 from arl_jax.rewards.search import SearchReward
-from arl_jax.runtime.config import Config
+from arl_jax.runtime.actor_config import ActorConfig
 from arl_jax.types import Environment, RewardFn, Task
 
 
@@ -56,10 +57,27 @@ class Problem(Protocol):
     """What identifies the data."""
 
 
+def make_problem(config: ActorConfig) -> Problem:
+  """The problem that a configuration names.
+
+  Raises:
+    ValueError: there is none of that name, or it refuses the configuration.
+  """
+  module, _, name = config.problem.partition(":")
+  try:
+    make = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f"problem is {config.problem!r}, which can't be imported ({error}); it is"
+      " like my_package.my_module:MyProblem"
+    ) from error
+  return make(config)
+
+
 class SearchProblem:
   """Self-editing search over a corpus (Context-1)."""
 
-  def __init__(self, config: Config):
+  def __init__(self, config: ActorConfig):
     """Raises ValueError for a corpus that can't be used."""
     self._config = config
     search = config.search

@@ -1,0 +1,215 @@
+"""Which task comes next: a mixture of sources, without the too hard or easy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from arl_jax.agents.harness import derive_seed
+from arl_jax.types import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+  """Tasks by id, and how often they come compared with other sources'."""
+
+  name: str
+  weight: float
+  task_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+  """A task that was handed out.
+
+  Attributes:
+    number: of the draw, from 0.
+    task_id: of the task.
+    epoch: of its source, from 0.
+  """
+
+  number: int
+  task_id: str
+  epoch: int
+
+
+class TaskSource:
+  """Draws tasks: each source's shuffled anew an epoch, none twice in one.
+
+  What comes next follows from the seed, the position and the rewards that were
+  measured, all of which are in `state`.
+  """
+
+  def __init__(
+    self,
+    sources: Sequence[Source],
+    *,
+    seed: int,
+    epochs: int = 0,
+    skip_below: float = -math.inf,
+    skip_above: float = math.inf,
+  ):
+    """Starts at the first draw.
+
+    Args:
+      sources: at least one, none without tasks, no task in two.
+      seed: of the orders.
+      epochs: after which a source ends; 0 for never.
+      skip_below: tasks whose measured reward is below it are left out.
+      skip_above: likewise above it.
+
+    Raises:
+      ValueError: a source that can't be.
+    """
+    _check(sources)
+    self._sources, self._seed, self._epochs = tuple(sources), seed, epochs
+    self._low, self._high = skip_below, skip_above
+    self._drawn = 0
+    # Of each source: epoch, index in it, tasks drawn.
+    self._places = [[0, 0, 0] for _ in sources]
+    self._measured: dict[str, float] = {}
+    self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+  def draw(self) -> Draw | None:
+    """The next task; None if all sources have ended."""
+    left = [i for i in range(len(self._sources)) if self._advance(i)]
+    if not left:
+      return None
+    # The one furthest behind its share, the first of equals.
+    total = sum(self._sources[i].weight for i in left)
+    done = sum(self._places[i][2] for i in left) + 1
+    chosen = max(
+      left,
+      key=lambda i: (
+        self._sources[i].weight / total * done - self._places[i][2],
+        -i,
+      ),
+    )
+    place = self._places[chosen]
+    draw = Draw(number=self._drawn, task_id=self._at(chosen), epoch=place[0])
+    place[1] += 1
+    place[2] += 1
+    self._drawn += 1
+    return draw
+
+  def measure(self, task_id: str, reward: float) -> None:
+    """Takes a group's mean reward as how easy its task is now."""
+    self._measured[task_id] = float(reward)
+
+  def state(self) -> dict[str, Any]:
+    """The position, as JSON values."""
+    return {
+      "drawn": self._drawn,
+      "places": {
+        s.name: list(p)
+        for s, p in zip(self._sources, self._places, strict=True)
+      },
+      "measured": dict(self._measured),
+    }
+
+  def go_to(self, state: Mapping[str, Any]) -> None:
+    """Goes to a position. Raises ValueError for one of other sources."""
+    names = [s.name for s in self._sources]
+    if sorted(state["places"]) != sorted(names):
+      raise ValueError(
+        f"the position is in task sources {sorted(state['places'])}, the run"
+        f" has {sorted(names)}"
+      )
+    self._drawn = state["drawn"]
+    self._places = [list(state["places"][name]) for name in names]
+    self._measured = dict(state["measured"])
+
+  def _advance(self, i: int) -> bool:
+    """Whether a source has a next task; goes past what is left out."""
+    place, size = self._places[i], len(self._sources[i].task_ids)
+    for _ in range(2 * size + 1):
+      if place[1] >= size:
+        place[0] += 1
+        place[1] = 0
+      if self._epochs and place[0] >= self._epochs:
+        return False
+      reward = self._measured.get(self._at(i))
+      if reward is None or self._low <= reward <= self._high:
+        return True
+      place[1] += 1
+    # Every task of it is too hard or too easy.
+    return False
+
+  def _at(self, i: int) -> str:
+    source, (epoch, index, _) = self._sources[i], self._places[i]
+    if i not in self._orders or self._orders[i][0] != epoch:
+      name = (source.name,) if source.name else ()
+      random = np.random.default_rng(
+        derive_seed(self._seed, "rl", epoch, *name)
+      )
+      self._orders[i] = epoch, random.permutation(len(source.task_ids))
+    return source.task_ids[int(self._orders[i][1][index])]
+
+
+def _check(sources: Sequence[Source]) -> None:
+  if not sources:
+    raise ValueError("there must be a source of tasks")
+  seen: set[str] = set()
+  for source in sources:
+    if not source.task_ids:
+      raise ValueError(f"task source {source.name!r} holds no task")
+    if not 0 < source.weight < math.inf:
+      raise ValueError(
+        f"task source {source.name!r} has weight {source.weight}, not > 0"
+      )
+    twice = seen & {*source.task_ids}
+    if twice or len({*source.task_ids}) < len(source.task_ids):
+      name = next(iter(twice), source.name)
+      raise ValueError(f"a task id occurs twice in the sources: {name!r}")
+    seen |= {*source.task_ids}
+
+
+def parse_mixture(text: str) -> dict[str, float]:
+  """Weights by source from "easy=1,hard=3".
+
+  Raises:
+    ValueError: names the part that can't be.
+  """
+  weights: dict[str, float] = {}
+  for part in filter(None, (p.strip() for p in text.split(","))):
+    name, _, number = part.partition("=")
+    try:
+      weight = float(number)
+    except ValueError:
+      weight = math.nan
+    if not name or name in weights or not 0 < weight < math.inf:
+      raise ValueError(
+        f"rl.mixture has {part!r}; it is like easy=1,hard=3, with each source"
+        " once and weights > 0"
+      )
+    weights[name] = weight
+  return weights
+
+
+def mixed(tasks: Iterable[Task], weights: Mapping[str, float]) -> list[Source]:
+  """Sources of tasks by `provenance["source"]`; one of all without weights.
+
+  Raises:
+    ValueError: the weights name a source that has no task.
+  """
+  if not weights:
+    ids = tuple(task.task_id for task in tasks)
+    return [Source(name="", weight=1.0, task_ids=ids)]
+  found: dict[str, list[str]] = {}
+  for task in tasks:
+    name = str(task.provenance.get("source", ""))
+    found.setdefault(name, []).append(task.task_id)
+  for name in weights:
+    if name not in found:
+      raise ValueError(
+        f"rl.mixture names source {name!r}; tasks are of"
+        f" {', '.join(map(repr, sorted(found)))}"
+      )
+  return [
+    Source(name=name, weight=weight, task_ids=tuple(found[name]))
+    for name, weight in weights.items()
+  ]
