@@ -13,6 +13,8 @@ from arl_jax.runtime.actor_config import ActorConfig
 from arl_jax.runtime.task_source import parse_mixture
 from arl_jax.weights.config import WeightsConfig
 
+MODES = ("train", "rollout_only", "train_only", "simulated_learner")
+
 
 def _make(cls, **values):
   return dataclasses.field(default_factory=lambda: cls(**values))
@@ -95,6 +97,12 @@ class Config(ActorConfig):
 
   Attributes:
     run_dir: where the run leaves its files.
+    mode: "train"; "rollout_only" updates nothing and records each step's
+      groups; "train_only" takes the groups that another run recorded, in the
+      same order; "simulated_learner" publishes unchanged weights instead of
+      updates, to see what rollouts can deliver.
+    replay: with "train_only", the directory of that other run.
+    simulated_seconds: that an update takes with "simulated_learner".
     smoke: reduces every size, to see in a minute that all parts work.
     checkpoint_every: updates between checkpoints, besides those at the end of
       each phase and on interruption.
@@ -108,6 +116,9 @@ class Config(ActorConfig):
   """
 
   run_dir: str = "runs/quickstart"
+  mode: str = "train"
+  replay: str = ""
+  simulated_seconds: float = 1.0
   smoke: bool = False
   checkpoint_every: int = 50
   keep_checkpoints: int = 3
@@ -195,6 +206,17 @@ class Config(ActorConfig):
       raise ValueError(
         f"rl.max_staleness is {rl.max_staleness}, but without cluster.actors a"
         " run is strictly on-policy; it must be 0"
+      )
+    if self.mode not in MODES:
+      raise ValueError(f"mode is {self.mode!r}, none of {', '.join(MODES)}")
+    if (self.mode == "train_only") != bool(self.replay):
+      raise ValueError(
+        f"mode is {self.mode!r} and replay {self.replay!r}: train_only, and"
+        " nothing else, needs the directory of a run with recorded groups"
+      )
+    if not 0 <= self.simulated_seconds < math.inf:
+      raise ValueError(
+        f"simulated_seconds is {self.simulated_seconds}, not >= 0"
       )
     parse_mixture(rl.mixture)
     if not rl.skip_below <= rl.skip_above:

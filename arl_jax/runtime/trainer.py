@@ -1,14 +1,14 @@
-"""The single-process run: warm start, then on-policy RL, with checkpoints."""
+"""The learner's side of a run: warm start, then RL, with checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,14 +29,22 @@ from arl_jax.observability.run_directory import (
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
-from arl_jax.runtime import warm_start
+from arl_jax.runtime import rollout_metrics, warm_start
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
+from arl_jax.runtime.group_queue import Batch
+from arl_jax.runtime.group_source import (
+  GroupSource,
+  LocalGroups,
+  RecordedGroups,
+)
 from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
-from arl_jax.types import Episode, Group, Task, to_json
+from arl_jax.types import Episode, Group, to_json
 from arl_jax.weights.publisher import open_publisher
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -53,6 +61,7 @@ class Trainer:
     run: RunDirectory,
     progress: Progress,
     *,
+    source: GroupSource | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     fall_back: bool = False,
   ):
@@ -63,6 +72,8 @@ class Trainer:
       problem: what is learned.
       run: where everything is written.
       progress: where it is shown.
+      source: of groups; by default they are rolled out in this process, or
+        read where `config.replay` says.
       should_stop: asked between updates and episodes.
       fall_back: an earlier commit will do if the newest is damaged.
 
@@ -85,6 +96,10 @@ class Trainer:
       quota_bytes=config.checkpoint_quota or None,
       identity={"model": dataclasses.asdict(self.model), **problem.digests()},
     )
+    # Of the position, and what waited there when the run was resumed.
+    self._ledger: Mapping[str, Any] | None = None
+    self._queued: tuple[Group, ...] = ()
+    self._begun = False
     # Rewards of the rollouts since the last commit.
     self._rewards: list[float] = []
     self._run_path = run.path
@@ -100,6 +115,16 @@ class Trainer:
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
     self._engine = Engine(
       self.model, config.engine, max_length=config.agent.token_budget + 1
+    )
+    self._source: GroupSource = source or self._own_source()
+
+  def _own_source(self) -> GroupSource:
+    if self.config.mode == "train_only":
+      return RecordedGroups(self.config.replay)
+    return LocalGroups(
+      self.config,
+      self.problem,
+      lambda jobs: self.rollout(jobs, training=True),
     )
 
   def close(self) -> None:
@@ -146,6 +171,7 @@ class Trainer:
       )
     self.learner.take(commit.state)
     self.position = Position.from_record(record)
+    self._ledger, self._queued = record["ledger"], commit.queue
 
   def _is_past(self, line: dict[str, Any]) -> bool:
     done = {"warm_start": self.position.warm_start, "rl": self.position.rl}
@@ -154,9 +180,18 @@ class Trainer:
   def commit(self) -> None:
     """Writes state and position. Raises OSError if that fails."""
     at = self.position
-    record = {**at.to_record(), "version": self.learner.version}
+    record = {
+      **at.to_record(),
+      "version": self.learner.version,
+      "ledger": self._ledger,
+    }
+    queue: tuple[Group, ...] = ()
+    if self._begun and self._ledger is not None:
+      queue = self._source.waiting(self._ledger)
     score = float(np.mean(self._rewards)) if self._rewards else None
-    self._store.save(at.number, self.learner.contents, record, score=score)
+    self._store.save(
+      at.number, self.learner.contents, record, queue=queue, score=score
+    )
     self._rewards.clear()
 
   def _check_stop(self) -> None:
@@ -202,16 +237,18 @@ class Trainer:
     """The scripted player's episodes, as the harness records them."""
     jobs = warm_start.jobs(self.config, self.problem)
     self._progress.phase("demonstrations", len(jobs))
-    episodes = self._run(
-      run_jobs(
-        jobs,
-        self.problem,
-        lambda job: self.problem.demonstrator(job.task, job.seed),
-        self.config.agent,
-        concurrency=64,
-        training=True,
-        on_done=self._progress.update,
-        should_stop=self._should_stop,
+    episodes = self._run_interruptible(
+      lambda: asyncio.run(
+        run_jobs(
+          jobs,
+          self.problem,
+          lambda job: self.problem.demonstrator(job.task, job.seed),
+          self.config.agent,
+          concurrency=64,
+          training=True,
+          on_done=self._progress.update,
+          should_stop=self._should_stop,
+        )
       )
     )
     return [e for e in episodes if e is not None]
@@ -219,7 +256,7 @@ class Trainer:
   # Reinforcement learning.
 
   def reinforce(self) -> None:
-    """On-policy steps: rollouts, groups, updates, publication."""
+    """RL steps: groups, updates, publication; until the steps or tasks end."""
     config = self.config.rl
     if self.position.rl >= config.steps:
       return
@@ -227,81 +264,67 @@ class Trainer:
       self.learner = self._make_learner(
         self.learner.state.params, rl=True, version=self.learner.version
       )
+    self._source.begin(
+      self._store.lineage[-1], self.learner.version, self._ledger, self._queued
+    )
+    self._queued, self._begun = (), True
     self._progress.phase("rl", config.steps, start=self.position.rl)
     for step in range(self.position.rl + 1, config.steps + 1):
       self._check_stop()
       began = time.monotonic()
-      values = self._rl_step(step)
-      self.position.seconds["rl"] += time.monotonic() - began
+      take = functools.partial(self._source.take, step, self.learner.version)
+      batch = self._run_interruptible(take)
+      waited = time.monotonic() - began
+      if not batch.groups and batch.ended:
+        break
+      values = self._rl_step(step, batch)
+      seconds = time.monotonic() - began
+      values |= {"idle_learner": waited / seconds, **self._source.metrics()}
+      self._ledger = batch.ledger
+      self.position.seconds["rl"] += seconds
       self.position.rl = step
       self._metrics.write(step, "rl", values)
       self._progress.update(
-        step, reward=values["reward"], turns=values["turns"]
+        step, reward=values.get("reward", 0.0), turns=values.get("turns", 0.0)
       )
+      if batch.ended:
+        break
       if step % self.config.checkpoint_every == 0 and step < config.steps:
         self.commit()
     self.commit()
 
-  def _rl_step(self, step: int) -> dict[str, float]:
-    groups = self._rollout_groups(step)
-    if self.config.rl.record_groups:
+  def _rl_step(self, step: int, batch: Batch) -> dict[str, float]:
+    groups = batch.groups
+    if self.config.rl.record_groups or self.config.mode == "rollout_only":
       self._record(step, groups)
-    kept = [g for g in groups if losses.has_signal(g.rewards)]
-    episodes = [e for g in groups for e in g.episodes]
-    values = _rollout_metrics(episodes)
-    values["groups_without_signal"] = 1 - len(kept) / max(len(groups), 1)
+    values = rollout_metrics.of_groups(groups, self.learner.version)
+    values["queue_ready"] = batch.waiting
+    values |= {f"drop_{name}": n for name, n in batch.drops.items()}
     self._rewards += [float(r) for g in groups for r in g.rewards]
+    if self.config.mode == "rollout_only":
+      return values
+    if self.config.mode == "simulated_learner":
+      time.sleep(self.config.simulated_seconds)
+      self._publish()
+      return values
     experiences: list[Experience] = []
-    for group in kept:
-      experiences += of_group(
-        group,
-        baseline=self.config.rl.baseline,
-        normalise_std=self.config.rl.normalise_std,
-      )
+    for group in groups:
+      if losses.has_signal(group.rewards):
+        experiences += of_group(
+          group,
+          baseline=self.config.rl.baseline,
+          normalise_std=self.config.rl.normalise_std,
+        )
     updated = self._update(experiences, substeps=self.config.rl.substeps)
     if updated:
       self._publish()
-    values |= updated
-    return values
+    return values | updated
 
   def _record(self, step: int, groups: Sequence[Group]) -> None:
     folder = self._run_path / "groups"
     folder.mkdir(exist_ok=True)
     lines = (json.dumps(to_json(group)) + "\n" for group in groups)
     write_atomically(folder / f"{step:06d}.jsonl", "".join(lines))
-
-  def _rollout_groups(self, step: int) -> list[Group]:
-    config, tasks = self.config.rl, self.problem.train
-    chosen = [
-      self._task_at((step - 1) * config.tasks_per_step + i)
-      for i in range(min(config.tasks_per_step, len(tasks)))
-    ]
-    version = self.learner.version
-    jobs = [
-      Job(
-        task=task,
-        rollout_index=i,
-        seed=derive_seed(self.config.seed, task.task_id, i, version),
-      )
-      for task in chosen
-      for i in range(config.group_size)
-    ]
-    episodes = self.rollout(jobs, training=True)
-    groups = []
-    for n, task in enumerate(chosen):
-      members = episodes[n * config.group_size : (n + 1) * config.group_size]
-      whole = tuple(e for e in members if e is not None)
-      if len(whole) >= 2:
-        group_id = f"{step}/{task.task_id}"
-        groups.append(Group(group_id=group_id, task=task, episodes=whole))
-    return groups
-
-  def _task_at(self, number: int) -> Task:
-    """The n-th task to train on: shuffled anew each epoch, none twice in it."""
-    tasks = self.problem.train
-    epoch, index = divmod(number, len(tasks))
-    random = np.random.default_rng(derive_seed(self.config.seed, "rl", epoch))
-    return tasks[int(random.permutation(len(tasks))[index])]
 
   # Shared by the phases.
 
@@ -345,7 +368,7 @@ class Trainer:
           should_stop=self._should_stop,
         )
 
-    episodes = self._run(run())
+    episodes = asyncio.run(run())
     tokens = self.position.tokens
     tokens["rollout_sampled"] += scheduler.sampled_tokens
     tokens["rollout_prefilled"] += scheduler.prefilled_tokens
@@ -359,10 +382,10 @@ class Trainer:
       params = jax.device_put(params, jax.devices()[0])
     return self._engine.place(params)
 
-  def _run(self, work):
-    """Runs a coroutine; an interruption commits what was reached before."""
+  def _run_interruptible(self, work: Callable[[], T]) -> T:
+    """Runs something; an interruption commits what was reached before."""
     try:
-      return asyncio.run(work)
+      return work()
     except Interrupted:
       self.commit()
       raise
@@ -385,7 +408,9 @@ class Trainer:
     ]
     self._progress.phase(f"evaluation {name}", len(jobs))
     began = time.monotonic()
-    episodes = self.rollout(jobs, training=False, on_done=self._progress.update)
+    episodes = self._run_interruptible(
+      lambda: self.rollout(jobs, training=False, on_done=self._progress.update)
+    )
     self.position.seconds[f"evaluation_{name}"] = time.monotonic() - began
     whole = [e for e in episodes if e is not None]
     if len(whole) < len(tasks):
@@ -410,17 +435,3 @@ class Trainer:
       self.position.tokens["learner"] += values["tokens"]
       self.position.tokens["learner_seconds"] += values["seconds"]
     return values
-
-
-def _rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-  """Means over the episodes of one step."""
-  parts: dict[str, list[float]] = defaultdict(list)
-  for episode in episodes:
-    assert episode.reward is not None
-    parts["reward"].append(episode.reward.total)
-    for name, value in episode.reward.parts.items():
-      parts[f"reward_{name}"].append(value)
-    parts["turns"].append(episode.turns)
-    parts["segments"].append(len(episode.segments))
-    parts["sampled_tokens"].append(episode.trained_tokens)
-  return {name: float(np.mean(values)) for name, values in parts.items()}

@@ -1,0 +1,193 @@
+"""Where a step's groups come from: rolled out here, elsewhere, or recorded."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from arl_jax.agents.harness import derive_seed
+from arl_jax.runtime.actor import Job
+from arl_jax.runtime.config import Config
+from arl_jax.runtime.group_queue import Batch
+from arl_jax.runtime.problem import Problem
+from arl_jax.runtime.task_source import Source, TaskSource, mixed, parse_mixture
+from arl_jax.types import Episode, Group, Task, from_json
+
+
+class GroupSource(Protocol):
+  """What the trainer asks for groups."""
+
+  def begin(
+    self,
+    lineage: str,
+    version: int,
+    ledger: Mapping[str, Any] | None,
+    groups: Sequence[Group],
+  ) -> None:
+    """Goes on from a commit.
+
+    Args:
+      lineage: of the weights from here on.
+      version: of the policy.
+      ledger: of the commit; None for the first task.
+      groups: that waited in it.
+    """
+
+  def take(self, step: int, version: int) -> Batch:
+    """The groups of a step, by weights no older than allowed.
+
+    Raises:
+      Interrupted: the run was asked to stop.
+      TimeoutError: there were none in time; says what was waited for.
+    """
+
+  def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
+    """Groups of tasks that are open in a ledger and rolled out already."""
+
+  def metrics(self) -> dict[str, float]:
+    """Of the roles that roll out, since the call before."""
+
+
+def sources(config: Config, tasks: Sequence[Task]) -> tuple[Source, ...]:
+  """Of the tasks to train on, as `rl.mixture` has them."""
+  return tuple(mixed(tasks, parse_mixture(config.rl.mixture)))
+
+
+def groups_per_step(config: Config, tasks: Sequence[Task]) -> int:
+  """No task twice in a step."""
+  return min(config.rl.tasks_per_step, len(tasks))
+
+
+class LocalGroups:
+  """Rolled out in this process, by the weights that the step updates."""
+
+  def __init__(
+    self,
+    config: Config,
+    problem: Problem,
+    rollout: Callable[[Sequence[Job]], list[Episode | None]],
+  ):
+    """Args: rollout: runs jobs with the current weights, results in order."""
+    self._config, self._rollout = config, rollout
+    self._tasks = {task.task_id: task for task in problem.train}
+    self._wanted = groups_per_step(config, problem.train)
+    rl = config.rl
+    self._source = TaskSource(
+      sources(config, problem.train),
+      seed=config.seed,
+      epochs=rl.epochs,
+      skip_below=rl.skip_below,
+      skip_above=rl.skip_above,
+    )
+
+  def begin(
+    self,
+    lineage: str,
+    version: int,
+    ledger: Mapping[str, Any] | None,
+    groups: Sequence[Group],
+  ) -> None:
+    del lineage, version, groups
+    if ledger is not None:
+      self._source.go_to(ledger["source"])
+
+  def take(self, step: int, version: int) -> Batch:
+    del step
+    draws = [self._source.draw() for _ in range(self._wanted)]
+    drawn = [draw for draw in draws if draw is not None]
+    size = self._config.rl.group_size
+    jobs = [
+      Job(
+        task=self._tasks[draw.task_id],
+        rollout_index=i,
+        seed=derive_seed(self._config.seed, draw.task_id, i, version),
+      )
+      for draw in drawn
+      for i in range(size)
+    ]
+    episodes = self._rollout(jobs)
+    groups = []
+    for n, draw in enumerate(drawn):
+      members = episodes[n * size : (n + 1) * size]
+      whole = tuple(e for e in members if e is not None)
+      if len(whole) < 2:
+        continue
+      group = Group(
+        group_id=f"{draw.number}/{draw.task_id}",
+        task=self._tasks[draw.task_id],
+        episodes=whole,
+      )
+      self._source.measure(draw.task_id, float(np.mean(group.rewards)))
+      groups.append(group)
+    return Batch(
+      groups=tuple(groups),
+      ledger={"source": self._source.state(), "open": []},
+      ended=len(drawn) < self._wanted,
+      drops={},
+      waiting=0,
+    )
+
+  def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
+    del ledger
+    return ()
+
+  def metrics(self) -> dict[str, float]:
+    return {}
+
+
+class RecordedGroups:
+  """Those that another run recorded, step by step."""
+
+  def __init__(self, run_dir: str):
+    """Args: run_dir: of a run with `rl.record_groups`.
+
+    Raises:
+      ValueError: it holds none.
+    """
+    self._folder = pathlib.Path(run_dir) / "groups"
+    self._steps = {
+      int(p.stem): p for p in self._folder.glob("*.jsonl") if p.stem.isdigit()
+    }
+    if not self._steps:
+      raise ValueError(
+        f"replay is {run_dir!r}, but {self._folder} holds no recorded groups;"
+        " record some with --config.rl.record_groups"
+      )
+
+  def begin(
+    self,
+    lineage: str,
+    version: int,
+    ledger: Mapping[str, Any] | None,
+    groups: Sequence[Group],
+  ) -> None:
+    del lineage, version, ledger, groups
+
+  def take(self, step: int, version: int) -> Batch:
+    """Raises ValueError for a file that holds something else."""
+    del version
+    groups = []
+    if step in self._steps:
+      for line in self._steps[step].read_text("utf-8").splitlines():
+        group = from_json(json.loads(line))
+        if not isinstance(group, Group):
+          raise ValueError(f"{self._steps[step]} holds what is no group")
+        groups.append(group)
+    return Batch(
+      groups=tuple(groups),
+      ledger={},
+      ended=step >= max(self._steps),
+      drops={},
+      waiting=0,
+    )
+
+  def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
+    del ledger
+    return ()
+
+  def metrics(self) -> dict[str, float]:
+    return {}
