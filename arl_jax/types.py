@@ -353,7 +353,10 @@ class PolicyClient(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-  """Tools and their state for one episode; single-use."""
+  """Tools and their state for one episode; single-use.
+
+  It may live in another process, hence the coroutines.
+  """
 
   @property
   def tool_names(self) -> tuple[str, ...]:
@@ -371,10 +374,10 @@ class Environment(Protocol):
     is a failure of infrastructure.
     """
 
-  def finish(self, message: str) -> str | None:
+  async def finish(self, message: str) -> str | None:
     """Takes the final message; returns what is wrong with it, or None."""
 
-  def outcome(self) -> Mapping[str, Any]:
+  async def outcome(self) -> Mapping[str, Any]:
     """JSON values that rewards read."""
 
 

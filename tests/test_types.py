@@ -381,9 +381,9 @@ class Echo:
   async def execute(self, calls, token_budget):
     return [types.Observation(blocks=(types.Block(text=c.argument),))
             for c in calls]
-  def finish(self, message):
+  async def finish(self, message):
     return None
-  def outcome(self):
+  async def outcome(self):
     return {}
 
 class Client:

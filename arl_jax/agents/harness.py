@@ -159,7 +159,7 @@ class _Run:
       segments=self._context.finish(),
       events=tuple(self._events),
       stop_reason=stop,
-      outcome=dict(self._env.outcome()),
+      outcome=dict(await self._env.outcome()),
       turns=self._turn,
       seed=self._seed,
     )
@@ -190,7 +190,7 @@ class _Run:
       cut = MalformedCall(text="", problem="message too long")
       message = Message(calls=(cut,))
     if message.final is not None:
-      problem = self._env.finish(message.final)
+      problem = await self._env.finish(message.final)
       self._log("final", text=message.final[:500], problem=problem)
       return StopReason.MALFORMED if problem else StopReason.ANSWERED
     if config.nudge_mode == "vanish":

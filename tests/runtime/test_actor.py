@@ -33,10 +33,10 @@ class Env:
   async def execute(self, calls, token_budget):
     return [Observation() for _ in calls]
 
-  def finish(self, message):
+  async def finish(self, message):
     return None
 
-  def outcome(self):
+  async def outcome(self):
     return {}
 
 

@@ -300,7 +300,7 @@ class SearchEnvironment:
       for name in itertools.islice(names, _NAMED_IDS)
     )
 
-  def finish(self, message: str) -> str | None:
+  async def finish(self, message: str) -> str | None:
     """Takes the final list: handles, best first, with text between them.
 
     What looks like a handle counts as one; other text is justification.
@@ -322,7 +322,7 @@ class SearchEnvironment:
     self._answer = [self._chunk_of[name] for name in found]
     return None
 
-  def outcome(self) -> Mapping[str, Any]:
+  async def outcome(self) -> Mapping[str, Any]:
     """What rewards read.
 
     Returns:

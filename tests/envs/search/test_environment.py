@@ -55,6 +55,14 @@ def one(env, name: str, argument: str, budget: int = 100):
   return observation
 
 
+def finish(env, message: str) -> str | None:
+  return asyncio.run(env.finish(message))
+
+
+def outcome(env):
+  return asyncio.run(env.outcome())
+
+
 def keys(observation) -> list[str]:
   return [b.key for b in observation.blocks if b.key is not None]
 
@@ -90,7 +98,7 @@ class TestSearch:
     one(env, "grep_corpus", "dog")
     one(env, "prune_chunks", "<c0>")
     assert keys(one(env, "search_corpus", "dog")) == ["pets_1"]
-    assert env.outcome()["encountered"] == ["pets_1"]
+    assert outcome(env)["encountered"] == ["pets_1"]
 
   def test_says_when_nothing_is_found(self):
     seen = one(make(), "search_corpus", "!!!")
@@ -102,7 +110,7 @@ class TestSearch:
     seen = one(env, "grep_corpus", "cat")
     assert keys(seen) == ["pets_0"]
     assert shown(seen)[-1] == "no ids left"
-    assert env.outcome()["encountered"] == ["pets_0"]
+    assert outcome(env)["encountered"] == ["pets_0"]
     # A chunk that has a handle is still shown.
     assert keys(one(env, "grep_corpus", "seven")) == ["pets_0"]
 
@@ -111,7 +119,7 @@ class TestSearch:
     # A result is 1 handle and up to 8 words: two of them don't fit into 13.
     seen = one(env, "grep_corpus", "cat", budget=12)
     assert keys(seen) == ["pets_0"]
-    assert env.outcome()["encountered"] == ["pets_0"]
+    assert outcome(env)["encountered"] == ["pets_0"]
     seen = one(env, "grep_corpus", "dog", budget=2)
     assert shown(seen) == ["no room"]
     assert one(env, "grep_corpus", "dog", budget=0).blocks == ()
@@ -191,9 +199,9 @@ class TestPrune:
     assert seen.blocks == (types.Block(text="pruned 2"),)
     assert seen.data == {"pruned": ["pets_1", "pets_0"]}
     assert seen.error is None
-    outcome = env.outcome()
-    assert outcome["encountered"] == ["pets_0", "pets_1"]
-    assert outcome["pruned"] == ["pets_1", "pets_0"]
+    result = outcome(env)
+    assert result["encountered"] == ["pets_0", "pets_1"]
+    assert result["pruned"] == ["pets_1", "pets_0"]
 
   def test_names_what_it_cannot_prune_and_prunes_the_rest(self):
     env = make()
@@ -214,7 +222,7 @@ class TestPrune:
     one(env, "grep_corpus", "ash")
     # Shown again, so it can be pruned again, but is listed once.
     assert one(env, "prune_chunks", "<c0>").remove == ("ash_0",)
-    assert env.outcome()["pruned"] == ["ash_0"]
+    assert outcome(env)["pruned"] == ["ash_0"]
 
   def test_two_calls_of_a_turn_prune_once(self):
     env = make()
@@ -255,7 +263,7 @@ class TestHostileCalls:
     seen = turn(env, *[("grep_corpus", "ash")] * 100)
     assert len(seen) == 100
     assert seen[-1].error == "too many calls"
-    assert len(env.outcome()["calls"]) == 32
+    assert len(outcome(env)["calls"]) == 32
 
   @settings(max_examples=100, deadline=None)
   @given(
@@ -280,9 +288,9 @@ class TestHostileCalls:
       texts = [t for o in seen for t in shown(o)]
       assert sum(map(words, texts)) <= max(budget, 0)
       assert not any("\n" in t or "<|" in t for t in texts)
-    outcome = env.outcome()
-    assert json.loads(json.dumps(outcome)) == outcome
-    assert set(outcome["pruned"]) <= set(outcome["encountered"])
+    result = outcome(env)
+    assert json.loads(json.dumps(result)) == result
+    assert set(result["pruned"]) <= set(result["encountered"])
 
 
 class TestFinish:
@@ -305,8 +313,8 @@ class TestFinish:
     ],
   )
   def test_takes_a_ranked_list(self, env, message, answer):
-    assert env.finish(message) is None
-    assert env.outcome()["answer"] == answer
+    assert finish(env, message) is None
+    assert outcome(env)["answer"] == answer
 
   @pytest.mark.parametrize(
     ("message", "error"),
@@ -320,25 +328,25 @@ class TestFinish:
     ],
   )
   def test_says_what_is_wrong(self, env, message, error):
-    assert env.finish(message) == error
-    assert env.outcome()["answer"] is None
+    assert finish(env, message) == error
+    assert outcome(env)["answer"] is None
 
   def test_nothing_was_shown(self):
-    assert make().finish("<c0>") == "unknown id <c0>"
+    assert finish(make(), "<c0>") == "unknown id <c0>"
 
   @settings(max_examples=100, deadline=None)
   @given(st.one_of(st.text(max_size=40), st.text("<c0123> |", max_size=40)))
   def test_never_raises(self, message):
     env = make()
-    error = env.finish(message)
-    assert (error is None) == (env.outcome()["answer"] is not None)
+    error = finish(env, message)
+    assert (error is None) == (outcome(env)["answer"] is not None)
 
 
 def test_the_outcome_lists_calls_in_order():
   env = make()
   one(env, "search_corpus", "cat")
   turn(env, ("prune_chunks", "<c0>"), ("bogus", ""), ("grep_corpus", "("))
-  assert env.outcome()["calls"] == [
+  assert outcome(env)["calls"] == [
     "search_corpus",
     "prune_chunks",
     "grep_corpus",
