@@ -37,6 +37,7 @@ WITHOUT_JAX = (
   "runtime.actor_config",
   "runtime.group_queue",
   "runtime.problem",
+  "runtime.supervisor",
   "runtime.task_source",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
