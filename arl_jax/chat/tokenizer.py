@@ -88,6 +88,11 @@ class Tokenizer:
   def vocab_size(self) -> int:
     return self._sp.vocab_size()
 
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """What ends a message."""
+    return (self.controls[END],)
+
   def encode(self, text: str) -> list[int]:
     return self._sp.encode(text)
 

@@ -14,6 +14,7 @@ from arl_jax.observability import metrics
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
+from arl_jax.runtime.group_source import GroupSource
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.trainer import Trainer
 from arl_jax.types import Episode, Group, Task, from_json, to_json
@@ -27,6 +28,7 @@ def run_experiment(
   run: RunDirectory,
   progress: Progress,
   *,
+  source: GroupSource | None = None,
   should_stop: Callable[[], bool],
   fall_back: bool = False,
 ) -> Summary:
@@ -37,6 +39,7 @@ def run_experiment(
     problem: what is learned.
     run: where everything is written.
     progress: where it is shown.
+    source: of groups, see `Trainer`.
     should_stop: asked between updates and episodes.
     fall_back: an earlier commit will do if the newest is damaged.
 
@@ -54,6 +57,7 @@ def run_experiment(
     problem,
     run,
     progress,
+    source=source,
     should_stop=should_stop,
     fall_back=fall_back,
   )

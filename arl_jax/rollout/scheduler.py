@@ -48,6 +48,7 @@ class Scheduler:
     failed: requests that the engine couldn't compute.
     evicted: times that a session lost its slot to another one's request.
     driven: whether a client calls `step`; there can be one only.
+    lineage: of the weights, where they were published; "" elsewhere.
   """
 
   def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
     params: Any,
     version: int,
     *,
+    lineage: str = "",
     config: SchedulerConfig | None = None,
     detokenize: Callable[[list[int]], str] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -66,6 +68,7 @@ class Scheduler:
       engine: an `engine.Engine`; nobody else drives its state.
       params: weights as the engine takes them.
       version: of these weights.
+      lineage: of these weights.
       config: limits.
       detokenize: text of token ids; needed for stop strings.
       clock: seconds.
@@ -75,7 +78,7 @@ class Scheduler:
     engine.check_placed(params)
     self.prefilled_tokens = self.sampled_tokens = self.reused_tokens = 0
     self.cancelled = self.timed_out = self.failed = self.evicted = 0
-    self.driven = False
+    self.driven, self.lineage = False, lineage
     self._limits, self._detokenize, self._clock = engine, detokenize, clock
     self._weights = HeldWeights(params, version)
     self._engine = GuardedEngine(engine)

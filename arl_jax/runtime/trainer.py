@@ -26,9 +26,6 @@ from arl_jax.observability.run_directory import (
   RunDirectory,
   write_atomically,
 )
-from arl_jax.rollout.client import LocalClient
-from arl_jax.rollout.engine import Engine
-from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.runtime import rollout_metrics, warm_start
 from arl_jax.runtime.actor import Interrupted, Job, run_jobs
 from arl_jax.runtime.config import Config
@@ -38,6 +35,7 @@ from arl_jax.runtime.group_source import (
   LocalGroups,
   RecordedGroups,
 )
+from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
 from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
@@ -113,9 +111,7 @@ class Trainer:
     # Before the first rollout; a resumed run begins with a base.
     self._offer(wait=True)
     self._metrics = MetricsWriter(run.path, keep=self._is_past)
-    self._engine = Engine(
-      self.model, config.engine, max_length=config.agent.token_budget + 1
-    )
+    self._rollouts = LocalRollouts(config, problem, self.model)
     self._source: GroupSource = source or self._own_source()
 
   def _own_source(self) -> GroupSource:
@@ -348,39 +344,21 @@ class Trainer:
     on_done: Callable[[int], None] = lambda done: None,
   ) -> list[Episode | None]:
     """Rolls out jobs with the published weights."""
-    began = time.monotonic()
-    # The last bits of a number depend on which requests share a call, so none
-    # may depend on what was rolled out before: a resumed run hasn't done that.
-    scheduler = Scheduler(
-      self._engine, self._rollout_params(), self.learner.version
-    )
-
-    async def run() -> list[Episode | None]:
-      async with LocalClient(scheduler) as client:
-        return await run_jobs(
-          jobs,
-          self.problem,
-          lambda job: client,
-          self.config.agent,
-          concurrency=self._engine.slots,
-          training=training,
-          on_done=on_done,
-          should_stop=self._should_stop,
-        )
-
-    episodes = asyncio.run(run())
-    tokens = self.position.tokens
-    tokens["rollout_sampled"] += scheduler.sampled_tokens
-    tokens["rollout_prefilled"] += scheduler.prefilled_tokens
-    tokens["rollout_seconds"] += time.monotonic() - began
-    return episodes
-
-  def _rollout_params(self) -> Any:
-    """For the engine, which is on one device, wherever the learner is."""
     params = self.learner.state.params
     if self.config.learner.mesh != MeshConfig(fsdp=1):
       params = jax.device_put(params, jax.devices()[0])
-    return self._engine.place(params)
+    before = dict(self._rollouts.tokens)
+    episodes = self._rollouts.run(
+      jobs,
+      params,
+      self.learner.version,
+      training=training,
+      on_done=on_done,
+      should_stop=self._should_stop,
+    )
+    for name, value in self._rollouts.tokens.items():
+      self.position.tokens[name] += value - before[name]
+    return episodes
 
   def _run_interruptible(self, work: Callable[[], T]) -> T:
     """Runs something; an interruption commits what was reached before."""
@@ -397,15 +375,7 @@ class Trainer:
       RuntimeError: an episode's infrastructure failed for good, so that the
         comparison would not be of the same tasks.
     """
-    tasks = self.problem.heldout
-    jobs = [
-      Job(
-        task=task,
-        rollout_index=0,
-        seed=derive_seed(self.config.evaluation_seed, task.task_id),
-      )
-      for task in tasks
-    ]
+    jobs = heldout_jobs(self.config, self.problem)
     self._progress.phase(f"evaluation {name}", len(jobs))
     began = time.monotonic()
     episodes = self._run_interruptible(
@@ -413,9 +383,9 @@ class Trainer:
     )
     self.position.seconds[f"evaluation_{name}"] = time.monotonic() - began
     whole = [e for e in episodes if e is not None]
-    if len(whole) < len(tasks):
+    if len(whole) < len(jobs):
       raise RuntimeError(
-        f"{len(tasks) - len(whole)} held-out episodes could not be rolled out;"
+        f"{len(jobs) - len(whole)} held-out episodes could not be rolled out;"
         " see the log"
       )
     return whole

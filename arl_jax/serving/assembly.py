@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from arl_jax.chat.formats import ChatFormat, format_of
 from arl_jax.chat.pretrained import PretrainedTokenizer, load_tokenizer
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
+from arl_jax.rollout.scheduler_config import SchedulerConfig
 from arl_jax.serving.replica import first_version
 from arl_jax.serving.serve_config import ServeConfig
 from arl_jax.serving.server import Server
@@ -43,7 +45,15 @@ def assemble(config: ServeConfig) -> Server:
   if config.serving.weights:
     subscriber = Subscriber(config.serving.weights, _like(params))
   service = Service(
-    _maker(config, engine, tokenizer, params, subscriber),
+    scheduler_maker(
+      engine,
+      params,
+      subscriber,
+      detokenize=tokenizer.decode,
+      config=config.scheduler,
+      first_version_seconds=config.first_version_seconds,
+      poll_seconds=config.serving.poll_seconds,
+    ),
     engine,
     tokenizer,
     config.serving,
@@ -64,33 +74,44 @@ def _like(params: Any) -> Any:
   )
 
 
-def _maker(
-  config: ServeConfig,
+def scheduler_maker(
   engine: Engine,
-  tokenizer: PretrainedTokenizer,
   params: Any,
   subscriber: Subscriber | None,
-):
-  """What makes the scheduler, in the thread that will drive it."""
+  *,
+  detokenize: Callable[[list[int]], str],
+  config: SchedulerConfig,
+  first_version_seconds: float,
+  poll_seconds: float,
+) -> Callable[[], Scheduler]:
+  """What makes the scheduler, in the thread that will drive it.
+
+  Args:
+    engine: not warm yet.
+    params: to begin with, as version 0; unused with a subscriber.
+    subscriber: whose first version is waited for.
+    detokenize: text of token ids.
+    config: the scheduler's limits.
+    first_version_seconds: to wait for it at most.
+    poll_seconds: between two looks.
+  """
   held = [params]
 
   def make() -> Scheduler:
-    weights, version = held.pop(), 0
+    weights, version, lineage = held.pop(), 0, ""
     if subscriber is not None:
-      found = first_version(
-        subscriber,
-        config.first_version_seconds,
-        config.serving.poll_seconds,
-      )
+      found = first_version(subscriber, first_version_seconds, poll_seconds)
       weights, version = found.params, found.version.number
+      lineage = found.version.lineage
     placed = engine.place(weights)
     engine.warm_up(placed)
     return Scheduler(
       engine,
       placed,
       version,
-      config=config.scheduler,
-      detokenize=tokenizer.decode,
+      lineage=lineage,
+      config=config,
+      detokenize=detokenize,
     )
 
   return make

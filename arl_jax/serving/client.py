@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import socket
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from arl_jax.types import Sample
 # Seconds between tries grow from the first to the last of these.
 _WAITS = (0.1, 5.0)
 _CONNECT_SECONDS = 10.0
+# Seconds in which a machine that is gone is noticed while it owes an answer.
+_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # What a server may need beyond the time that a request has.
 _GRACE_SECONDS = 30.0
 _ERRORS: dict[int, type[Exception]] = {
@@ -72,13 +75,16 @@ class RemoteClient:
       )
     self.retries = 0
     self._patience, self._timeout = patience, timeout
+    limits = httpx.Limits(
+      max_connections=max_connections,
+      max_keepalive_connections=max_connections,
+    )
     self._http = httpx.AsyncClient(
       base_url=url.rstrip("/"),
       headers={"authorization": f"Bearer {token}"} if token else {},
       timeout=httpx.Timeout(timeout + _GRACE_SECONDS, connect=_CONNECT_SECONDS),
-      limits=httpx.Limits(
-        max_connections=max_connections,
-        max_keepalive_connections=max_connections,
+      transport=httpx.AsyncHTTPTransport(
+        limits=limits, socket_options=_keep_alive()
       ),
     )
 
@@ -99,6 +105,8 @@ class RemoteClient:
     temperature: float = 1.0,
     training: bool = True,
     version: int | None = None,
+    lineage: str | None = None,
+    min_version: int | None = None,
   ) -> Sample:
     """See `types.PolicyClient`.
 
@@ -111,15 +119,19 @@ class RemoteClient:
       temperature: of sampling.
       training: whether the tokens may be trained on.
       version: that computes all of it; the current one by default.
+      lineage: of the weights that must sample; any by default.
+      min_version: oldest of them that may; any by default.
 
     Raises:
       ValueError: the server says what can't be, or its answer can't be.
       Overloaded, Unavailable, httpx.TransportError: still, after all patience.
       RequestTimeout, RequestFailed, Aborted: as the server says.
     """
+    wanted = {"lineage": lineage, "min_version": min_version}
     answer = await self._post(
       "/v1/completions",
       {
+        **{k: v for k, v in wanted.items() if v is not None},
         "prompt": [int(i) for i in ids],
         "max_tokens": max_tokens,
         "stop_token_ids": [int(i) for i in stop_ids],
@@ -166,6 +178,14 @@ class RemoteClient:
       # Apart from each other, or all come back at once.
       await asyncio.sleep(wait * random.uniform(0.5, 1.0))
       wait = min(2 * wait, _WAITS[1])
+
+
+def _keep_alive() -> list[tuple[int, int, int]]:
+  options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+  for name, value in _ALIVE.items():
+    if (number := getattr(socket, name, None)) is not None:
+      options.append((socket.IPPROTO_TCP, number, value))
+  return options
 
 
 def _raise(response: httpx.Response) -> None:

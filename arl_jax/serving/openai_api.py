@@ -1,9 +1,9 @@
 """OpenAI's HTTP API over a service, with extensions for training.
 
 A request's fields beyond OpenAI's: `session`, `record`, `training`, `timeout`,
-`version`, `top_k`, `min_p`, `stop_token_ids`, `forbidden_token_ids`, and
-`return_tokens`, with which every choice has `tokens`: ids, log-probs, versions
-and experts.
+`version`, `lineage`, `min_version`, `top_k`, `min_p`, `stop_token_ids`,
+`forbidden_token_ids`, and `return_tokens`, with which every choice has
+`tokens`: ids, log-probs, versions and experts.
 """
 
 from __future__ import annotations
@@ -261,6 +261,8 @@ class OpenAI:
           training=options.training,
           timeout=options.timeout,
           version=options.version,
+          lineage=options.lineage,
+          min_version=options.min_version,
           request_id=f"{job.answer.request_id}.{i}",
         )
         timer = self._metrics.timer()

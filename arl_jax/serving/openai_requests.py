@@ -45,6 +45,8 @@ class Options:
     training: whether tokens may be trained on; by default within a session.
     timeout: seconds.
     version: pinned.
+    lineage: of the weights that may compute it, None for any.
+    min_version: the oldest that may begin it.
   """
 
   model: str | None
@@ -60,6 +62,8 @@ class Options:
   training: bool
   timeout: float | None
   version: int | None
+  lineage: str | None
+  min_version: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +208,8 @@ def _options(
     training=body.flag("training", session is not None),
     timeout=body.number("timeout", None, 1e-3, 86_400.0),
     version=body.integer("version"),
+    lineage=body.text("lineage"),
+    min_version=body.integer("min_version", 0) or 0,
   )
   body.skip(*_IGNORED, *_IGNORED_TOO)
   body.finish()

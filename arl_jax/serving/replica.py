@@ -100,7 +100,9 @@ class Replica:
     # Numbers of two lineages, or one that went back, say nothing of caches.
     follows = old is not None and old.lineage == new.lineage
     abandon = not follows or (old is not None and new.number < old.number)
-    await self._service.update_weights(placed, new.number, abandon=abandon)
+    await self._service.update_weights(
+      placed, new.number, abandon=abandon, lineage=new.lineage
+    )
     self.serving = new
     self._metrics.syncs.labels("taken").inc()
     self._metrics.sync_seconds.observe(time.monotonic() - began)

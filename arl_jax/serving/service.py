@@ -149,6 +149,8 @@ class Service:
     training: bool = False,
     timeout: float | None = None,
     version: int | None = None,
+    lineage: str | None = None,
+    min_version: int = 0,
     request_id: str | None = None,
   ) -> Stream:
     """Takes a request, on an event loop.
@@ -161,6 +163,9 @@ class Service:
       training: refuses what would make log-probs wrong to train on.
       timeout: seconds; the configured ones by default.
       version: computes all of it with this one.
+      lineage: of the weights that may compute it; any by default.
+      min_version: the oldest version that may begin it. The stream ends as
+        `Unavailable` while the service has none such, or another lineage.
       request_id: to abort it by.
 
     Raises:
@@ -189,6 +194,8 @@ class Service:
       session or f"\0{stream.request_id}",
       ids,
       sampling,
+      lineage,
+      min_version,
       training=training,
       timeout=self.config.timeout if timeout is None else timeout,
       version=version,
@@ -210,7 +217,12 @@ class Service:
     self._commands.put(functools.partial(self._close_session, session))
 
   async def update_weights(
-    self, params: Any, version: int, *, abandon: bool = False
+    self,
+    params: Any,
+    version: int,
+    *,
+    abandon: bool = False,
+    lineage: str = "",
   ) -> None:
     """Goes on with new weights between two steps.
 
@@ -219,6 +231,7 @@ class Service:
       version: of these weights.
       abandon: they follow others than those that are held: see
         `Scheduler.adopt`.
+      lineage: of these weights.
 
     Raises:
       ValueError: as `Scheduler.update_weights`.
@@ -231,6 +244,7 @@ class Service:
       else:
         caches: Any = self.config.caches
         self._scheduler.update_weights(params, version, caches)
+      self._scheduler.lineage = lineage
 
     await self._ask(update)
 
@@ -328,16 +342,38 @@ class Service:
     except queue.Empty:
       pass
 
-  def _submit(self, opened: _Open, session: str, ids, sampling, **how) -> None:
+  def _submit(
+    self,
+    opened: _Open,
+    session: str,
+    ids: Sequence[int],
+    sampling: Sampling,
+    lineage: str | None,
+    min_version: int,
+    **how: Any,
+  ) -> None:
     if opened.stream.request_id not in self._opened:
       return
     try:
+      self._check_weights(lineage, min_version)
       request = self._scheduler.submit(session, ids, sampling, **how)
     except Exception as error:
       self._end(opened.stream, error)
       return
     opened.request = request
     self._by_request[request] = opened
+
+  def _check_weights(self, lineage: str | None, min_version: int) -> None:
+    scheduler = self._scheduler
+    if lineage is not None and scheduler.lineage != lineage:
+      raise Unavailable(
+        f"the server has weights of lineage {scheduler.lineage!r}, not of"
+        f" {lineage!r} yet"
+      )
+    if scheduler.version < min_version:
+      raise Unavailable(
+        f"the server has version {scheduler.version}, not {min_version} yet"
+      )
 
   def _cancel(self, stream: Stream) -> None:
     """On any thread."""

@@ -13,6 +13,7 @@ from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.trainer import Trainer
 from arl_jax.sharding import shapes
+from arl_jax.types import Task
 from arl_jax.weights import Subscriber
 from arl_jax.weights.storage import Storage
 
@@ -20,6 +21,7 @@ PROBLEM = types.SimpleNamespace(
   renderer=types.SimpleNamespace(
     tokenizer=types.SimpleNamespace(vocab_size=64)
   ),
+  train=(Task(task_id="1", prompt="?", truth={}),),
   digests=dict,
 )
 
