@@ -11,7 +11,6 @@ from collections.abc import Callable
 from absl import app, flags, logging
 
 from arl_jax.runtime.actor import Interrupted
-from arl_jax.runtime.config import explain_field
 from arl_jax.runtime.host_memory import keep_freed_memory
 
 
@@ -29,7 +28,7 @@ def run(
   keep_freed_memory()
   logging.set_verbosity(logging.WARNING)
   app.run(
-    functools.partial(_guarded, main),
+    functools.partial(guarded, main),
     flags_parser=functools.partial(_parse_flags, config, default),
   )
 
@@ -58,6 +57,9 @@ def _parse_flags(config: object, default: str, argv: list[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except KeyError as error:
+    # It comes with jax, which not every program needs.
+    from arl_jax.runtime.config import explain_field
+
     fields = [a.partition("=")[0].partition("config.")[2] for a in argv]
     example = _named(argv) or config
     reasons = [explain_field(example, field) for field in fields if field]
@@ -79,7 +81,7 @@ def _named(argv: list[str]) -> object | None:
     return None
 
 
-def _guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
+def guarded(main: Callable[[list[str]], None], argv: list[str]) -> None:
   """Runs `main`; known errors are one line and an exit code."""
   try:
     main(argv)

@@ -5,6 +5,14 @@
 or a policy on files of conversations or recorded groups:
 
   python -m launch.train --config=configs/sft_tiny.py
+
+With actors, an agent is trained by many processes, of which it is the
+supervisor; on several machines, each process is started by its role:
+
+  python -m launch.train --config.cluster.actors=2
+  python -m launch.train --config.cluster.actors=2 --role=actor --index=1 \
+    --config.cluster.queue=http://10.0.0.7:7000 \
+    --config.cluster.replicas=http://10.0.0.8:8000
 """
 
 from __future__ import annotations
@@ -12,8 +20,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags
 from ml_collections import config_flags
@@ -32,7 +41,7 @@ from arl_jax.runtime.offline import (
 from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.runtime.pod_config import PodConfig
 from arl_jax.runtime.problem import make_problem
-from launch import command
+from launch import command, supervise
 
 _CONFIG = config_flags.DEFINE_config_file("config")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the configuration, stop.")
@@ -41,6 +50,18 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Empty the run directory.")
 
 _FALL_BACK = flags.DEFINE_bool(
   "fall_back", False, "With --resume: an earlier checkpoint will do."
+)
+_ROLE = flags.DEFINE_enum(
+  "role",
+  "all",
+  ["all", "learner", "actor", "server", "evaluator", "queue"],
+  "What this process does of a run with --config.cluster.actors.",
+)
+_INDEX = flags.DEFINE_integer(
+  "index", 0, "Of the process in its role.", lower_bound=0
+)
+_ENGINE = flags.DEFINE_enum(
+  "engine", "local", supervise.ENGINES, "What starts the processes of a run."
 )
 
 # Fields that may differ when a run goes on.
@@ -67,12 +88,33 @@ def main(argv: list[str]) -> None:
     return
   if _RESUME.value and _OVERWRITE.value:
     raise ValueError("--resume and --overwrite exclude each other")
+  if isinstance(config, Config) and config.cluster.actors:
+    _in_many_processes(config)
+  if _ROLE.value != "all" or _ENGINE.value != "local":
+    raise ValueError(
+      f"--role={_ROLE.value} --engine={_ENGINE.value} is for runs of agents in"
+      " many processes; set config.cluster.actors, or leave both out"
+    )
   should_stop = command.stop_on_signals()
   with Progress() as progress:
     if isinstance(config, OfflineConfig):
       print(_train_offline(config, progress, should_stop))
     else:
       print(_train(config, progress, should_stop))
+
+
+def _in_many_processes(config: Config) -> NoReturn:
+  """Is one of a run's processes, or the supervisor of all."""
+  given = {
+    "--resume": _RESUME.value,
+    "--overwrite": _OVERWRITE.value,
+    "--fall_back": _FALL_BACK.value,
+  }
+  learner_flags = [flag for flag, value in given.items() if value]
+  if _ROLE.value != "all":
+    supervise.become(config, _ROLE.value, _INDEX.value, learner_flags)
+  should_stop = command.stop_on_signals("stopping the learner, then the others")
+  sys.exit(supervise.run_all(config, _ENGINE.value, learner_flags, should_stop))
 
 
 def _open(config: Any, data: dict[str, str]) -> RunDirectory:

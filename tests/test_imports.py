@@ -36,7 +36,9 @@ WITHOUT_JAX = (
   "runtime.actor",
   "runtime.actor_config",
   "runtime.group_queue",
+  "runtime.local_processes",
   "runtime.problem",
+  "runtime.signs",
   "runtime.supervisor",
   "runtime.task_source",
 )
