@@ -40,6 +40,11 @@ WITHOUT_JAX = (
   "runtime.problem",
   "runtime.signs",
   "runtime.supervisor",
+  "runtime.heartbeat",
+  "runtime.queue_client",
+  "runtime.queue_messages",
+  "runtime.queue_service",
+  "runtime.roster",
   "runtime.task_source",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}

@@ -139,6 +139,15 @@ class GroupQueue:
     # The last answer, which may have been lost on its way.
     self._taken: tuple[int, Batch] | None = None
 
+  @property
+  def lineage(self) -> str:
+    """Of the run that began last.
+
+    Raises:
+      NotBegun: the queue must begin first.
+    """
+    return self._known().lineage
+
   # For the learner.
 
   def begin(self, start: Start) -> None:
@@ -159,12 +168,10 @@ class GroupQueue:
     )
     opened: dict[int, _Open] = {}
     if start.ledger is not None:
-      source.go_to(start.ledger["source"])
-      for number, task_id, epoch, attempt in start.ledger["open"]:
-        draw = Draw(number=number, task_id=task_id, epoch=epoch)
-        opened[number] = _Open(draw, attempt)
+      opened = _go_to(start.ledger, source, start.sources)
     there = [o.group for o in self._open.values() if o.group is not None]
-    for group in (*start.groups, *there):
+    # Of two, the commit's.
+    for group in (*there, *start.groups):
       found = opened.get(_number(group))
       if (
         found is not None
@@ -312,6 +319,8 @@ class GroupQueue:
       actor: who had it.
       lease: as handed out.
       group: of its task, scored; None if fewer than two rollouts succeeded.
+        One is welcome after its lease has expired, too, while nobody else's is
+        there; what else comes late changes nothing for whoever has it then.
 
     Returns:
       "ready", or why the group isn't trained: "lineage", "duplicate",
@@ -331,16 +340,21 @@ class GroupQueue:
       or found.draw.task_id != lease.task_id
     ):
       return self._drop("duplicate")
+    held = self._held(actor, lease) is not None
     if group is None:
+      # A report that is sent again counts once.
+      if not held:
+        return self._drop("duplicate")
       self._fail(found)
       return self._drop("infrastructure")
     _check(group, lease, found.draw)
     if _newest(group) > self._version + 1:
       # The learner is at most one publication ahead of what it has told.
-      return self._reopen(found, "foreign_version")
+      reason = "foreign_version"
+      return self._reopen(found, reason) if held else self._drop(reason)
     self._source.measure(lease.task_id, float(np.mean(group.rewards)))
     if self._stale(group):
-      return self._reopen(found, "stale")
+      return self._reopen(found, "stale") if held else self._drop("stale")
     found.group, found.actor = group, None
     missing = lease.group_size - len(group.episodes)
     if missing:
@@ -419,6 +433,39 @@ class GroupQueue:
         for n, o in sorted(self._open.items())
       ],
     }
+
+
+def _go_to(
+  ledger: Mapping[str, Any], source: TaskSource, sources: Sequence[Source]
+) -> dict[int, _Open]:
+  """Has a source go on where a ledger is; gives what is open in it.
+
+  Raises:
+    ValueError: names the field that can't be.
+  """
+  for name, kind in (("source", Mapping), ("open", Sequence)):
+    if not isinstance(ledger.get(name), kind):
+      raise ValueError(f"ledger.{name} is {ledger.get(name)!r:.80}")
+  source.go_to(ledger["source"])
+  task_ids = {task_id for s in sources for task_id in s.task_ids}
+  opened: dict[int, _Open] = {}
+  for row in ledger["open"]:
+    match row:
+      case [int(number), str(task_id), int(epoch), int(attempt)] if (
+        0 <= number < ledger["source"]["drawn"]
+        and number not in opened
+        and task_id in task_ids
+        and epoch >= 0
+        and attempt >= 1
+      ):
+        draw = Draw(number=number, task_id=task_id, epoch=epoch)
+        opened[number] = _Open(draw, attempt)
+      case _:
+        raise ValueError(
+          f"ledger.open has {row!r:.80}, not the number, task, epoch and"
+          " attempt of a draw, each draw once and each task one of the run's"
+        )
+  return opened
 
 
 def _number(group: Group) -> int:

@@ -90,7 +90,9 @@ class TaskSource:
       ),
     )
     place = self._places[chosen]
-    draw = Draw(number=self._drawn, task_id=self._at(chosen), epoch=place[0])
+    draw = Draw(
+      number=self._drawn, task_id=self._at(chosen, *place[:2]), epoch=place[0]
+    )
     place[1] += 1
     place[2] += 1
     self._drawn += 1
@@ -113,34 +115,61 @@ class TaskSource:
 
   def go_to(self, state: Mapping[str, Any]) -> None:
     """Goes to a position. Raises ValueError for one of other sources."""
+    places, measured = state.get("places"), state.get("measured")
     names = [s.name for s in self._sources]
-    if sorted(state["places"]) != sorted(names):
+    if not isinstance(places, Mapping) or sorted(places) != sorted(names):
+      found = sorted(places) if isinstance(places, Mapping) else places
       raise ValueError(
-        f"the position is in task sources {sorted(state['places'])}, the run"
-        f" has {sorted(names)}"
+        f"the position is in task sources {found!r:.200}, the run has"
+        f" {sorted(names)}"
       )
-    self._drawn = state["drawn"]
-    self._places = [list(state["places"][name]) for name in names]
-    self._measured = dict(state["measured"])
+    for source in self._sources:
+      size = len(source.task_ids)
+      match places[source.name]:
+        case [int(epoch), int(index), int(done)] if (
+          epoch >= 0 and 0 <= index <= size and done >= 0
+        ):
+          pass
+        case other:
+          raise ValueError(
+            f"the position in source {source.name!r} is {other!r:.80}, not an"
+            f" epoch, an index in 0..{size} and how many were drawn"
+          )
+    total = sum(place[2] for place in places.values())
+    if state.get("drawn") != total:
+      raise ValueError(
+        f"the position has drawn {state.get('drawn')!r:.80} tasks, but {total}"
+        " by source"
+      )
+    if not isinstance(measured, Mapping) or not all(
+      isinstance(reward, int | float) and math.isfinite(reward)
+      for reward in measured.values()
+    ):
+      raise ValueError("the position's measured rewards aren't finite numbers")
+    self._drawn = total
+    self._places = [list(places[name]) for name in names]
+    self._measured = {name: float(reward) for name, reward in measured.items()}
 
   def _advance(self, i: int) -> bool:
-    """Whether a source has a next task; goes past what is left out."""
-    place, size = self._places[i], len(self._sources[i].task_ids)
+    """Whether a source has a next task; goes past what is left out to it."""
+    size = len(self._sources[i].task_ids)
+    epoch, index, done = self._places[i]
     for _ in range(2 * size + 1):
-      if place[1] >= size:
-        place[0] += 1
-        place[1] = 0
-      if self._epochs and place[0] >= self._epochs:
+      if index >= size:
+        epoch, index = epoch + 1, 0
+      if self._epochs and epoch >= self._epochs:
         return False
-      reward = self._measured.get(self._at(i))
+      reward = self._measured.get(self._at(i, epoch, index))
       if reward is None or self._low <= reward <= self._high:
+        self._places[i] = [epoch, index, done]
         return True
-      place[1] += 1
-    # Every task of it is too hard or too easy.
+      index += 1
+    # Every task of it is too hard or too easy. The place stays: how often
+    # somebody asks must not change what comes once one is measured again.
     return False
 
-  def _at(self, i: int) -> str:
-    source, (epoch, index, _) = self._sources[i], self._places[i]
+  def _at(self, i: int, epoch: int, index: int) -> str:
+    source = self._sources[i]
     if i not in self._orders or self._orders[i][0] != epoch:
       name = (source.name,) if source.name else ()
       random = np.random.default_rng(

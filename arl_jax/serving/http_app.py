@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.routing import Route
 
 from arl_jax.serving.admin import Admin
 from arl_jax.serving.http_errors import HttpError, describe, response
+from arl_jax.serving.listening import check_token
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_api import OpenAI
 from arl_jax.serving.openai_requests import check_session
@@ -85,7 +85,7 @@ def _guarded(
   async def guarded(request: Request) -> Response:
     try:
       if path not in _OPEN:
-        _check_token(request, token)
+        check_token(request, token)
       if "session" in request.path_params:
         check_session(request.path_params["session"])
       answer = await handler(request)
@@ -99,18 +99,6 @@ def _guarded(
     return answer
 
   return guarded
-
-
-def _check_token(request: Request, token: str) -> None:
-  if not token:
-    return
-  given = request.headers.get("authorization", "")
-  scheme, _, found = given.partition(" ")
-  right = hmac.compare_digest(found.strip().encode(), token.encode())
-  if scheme.lower() != "bearer" or not right:
-    raise HttpError(
-      401, "the header 'authorization' must be 'Bearer ' and the token"
-    )
 
 
 def _on_http_exception(request: Request, error: Any) -> Response:

@@ -16,18 +16,24 @@ T = TypeVar("T")
 _BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, most: int) -> bytes:
-  """The body of a request with JSON.
+async def read_body(
+  request: Request, most: int, wanted: str = "application/json"
+) -> bytes:
+  """The body of a request.
+
+  Args:
+    request: not read yet.
+    most: bytes.
+    wanted: content type.
 
   Raises:
-    HttpError: it is too large, takes too long, or doesn't say that it's JSON.
-      A page in a browser can send other types to addresses of this machine.
+    HttpError: it is too large, takes too long, or doesn't say that it's what is
+      wanted. A page in a browser can send plain types to addresses of this
+      machine.
   """
   kind = request.headers.get("content-type", "").partition(";")[0].strip()
-  if kind.lower() != "application/json":
-    raise HttpError(
-      415, f"content-type is {kind[:80]!r}, not 'application/json'"
-    )
+  if kind.lower() != wanted:
+    raise HttpError(415, f"content-type is {kind[:80]!r}, not {wanted!r}")
   too_large = HttpError(413, f"the body is larger than {most} bytes")
   declared = request.headers.get("content-length", "0")
   if declared.isdigit() and int(declared[:20]) > most:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import uvicorn
 from absl import logging
 
 from arl_jax.chat.formats import ChatFormat
@@ -15,6 +13,7 @@ from arl_jax.serving import grpc_service
 from arl_jax.serving.admin import Admin
 from arl_jax.serving.config import ServingConfig, read_token
 from arl_jax.serving.http_app import make_app
+from arl_jax.serving.listening import HttpServer, listen
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_api import OpenAI
 from arl_jax.serving.replica import Replica
@@ -83,20 +82,14 @@ class Server:
       self._metrics,
       token=self._token,
     )
-    self._socket = _listen(self._config.host, self._config.port)
+    self._socket = listen(self._config.host, self._config.port, "serving.port")
     self.http_port: int = self._socket.getsockname()[1]
     self.grpc_port: int | None = None
     self.stuck = False
-    self._http = _Http(
-      uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        limit_concurrency=self._config.max_requests + _SPARE_CONNECTIONS,
-        timeout_graceful_shutdown=max(1, round(self._config.drain_seconds)),
-        lifespan="off",
-      )
+    self._http = HttpServer(
+      app,
+      connections=self._config.max_requests + _SPARE_CONNECTIONS,
+      drain_seconds=self._config.drain_seconds,
     )
 
   async def run(
@@ -149,27 +142,3 @@ class Server:
   async def _serve_http(self) -> None:
     with contextlib.closing(self._socket):
       await self._http.serve(sockets=[self._socket])
-
-
-class _Http(uvicorn.Server):
-  """Leaves signals to the program."""
-
-  @contextlib.contextmanager
-  def capture_signals(self) -> Iterator[None]:
-    yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-  family = socket.AF_INET6 if ":" in host else socket.AF_INET
-  found = socket.socket(family)
-  found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-  try:
-    found.bind((host, port))
-    # Or two servers could have one port until the first client comes.
-    found.listen()
-  except OSError as error:
-    found.close()
-    raise OSError(
-      error.errno, f"serving.port {port} of {host} can't be had: {error}"
-    ) from error
-  return found
