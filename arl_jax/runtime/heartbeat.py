@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from typing import Any
@@ -53,12 +52,7 @@ class Heartbeat:
       trust_env=False,
     )
     self._seconds = cluster.beat_seconds
-    self._who = {
-      "role": role,
-      "index": index,
-      "pid": os.getpid(),
-      "process": secrets.token_hex(8),
-    }
+    self._who = {"role": role, "index": index, "pid": os.getpid()}
     self._lock = threading.Lock()
     self._counters: dict[str, float] = {}
     self._progress = time.monotonic()

@@ -23,8 +23,12 @@ from arl_jax.types import Group
 # Seconds between tries grow from the first to the last of these.
 _WAITS = (0.05, 2.0)
 _CONNECT_SECONDS = 5.0
-# For an answer, beyond what the queue may wait for something to tell.
-_ANSWER_SECONDS = 120.0
+# For an answer, beyond what the queue may wait for something to tell: to what
+# is small, and to groups, which are read with care.
+_ANSWER_SECONDS = 30.0
+_GROUPS_SECONDS = 180.0
+# What isn't worth waiting longer for: the learner goes on without.
+_GLANCE_SECONDS = 5.0
 # What the queue may wait, at most (see `queue_service`).
 _POLL_SECONDS = 10.0
 
@@ -79,21 +83,23 @@ def _settings(cluster: ClusterConfig) -> dict[str, Any]:
   return {
     "base_url": cluster.queue.rstrip("/"),
     "headers": headers,
-    "timeout": httpx.Timeout(
-      _POLL_SECONDS + _ANSWER_SECONDS, connect=_CONNECT_SECONDS
-    ),
     # Processes of a run find each other directly.
     "trust_env": False,
   }
 
 
-def _content(
+def _arguments(
   json: Mapping[str, Any] | None, packed: bytes | None
 ) -> dict[str, Any]:
-  """Arguments of a request with either body, or none."""
+  """Of a request with either body, or none: body and time."""
+  seconds = _GLANCE_SECONDS
+  more: dict[str, Any] = {}
+  if json is not None:
+    seconds, more = _POLL_SECONDS + _ANSWER_SECONDS, {"json": json}
   if packed is not None:
-    return {"content": packed, "headers": {"content-type": messages.LINES}}
-  return {} if json is None else {"json": json}
+    seconds = _GROUPS_SECONDS
+    more = {"content": packed, "headers": {"content-type": messages.LINES}}
+  return {**more, "timeout": httpx.Timeout(seconds, connect=_CONNECT_SECONDS)}
 
 
 def _body(header: Mapping[str, Any], groups: Iterable[Group]) -> bytes:
@@ -181,7 +187,8 @@ class LearnerQueue:
       TimeoutError: there is no queue.
     """
     body = _body(messages.start_to_json(start), start.groups)
-    self._patiently("begin", "POST", "/begin", packed=body)
+    patience = _Patience(self._url, self._patience)
+    self._patiently(patience, "begin", "POST", "/begin", packed=body)
     self._lineage = start.lineage
 
   def take(self, step: int, version: int, timeout: float) -> Batch | None:
@@ -220,20 +227,25 @@ class LearnerQueue:
         return None
 
   def waiting(self) -> tuple[Group, ...]:
-    """See `GroupQueue.waiting`. Raises what `take` raises."""
+    """See `GroupQueue.waiting`.
+
+    Raises:
+      Like `take`, but TimeoutError after a few seconds already: nothing waits
+      in a queue that was started anew.
+    """
     request = {"lineage": self._begun()}
-    body = self._patiently("say what waits", "POST", "/waiting", request)
+    body = self._glance("say what waits", "POST", "/waiting", request)
     lines = messages.unpack(body, messages.MAX_GROUPS[1])
     return messages.read_waiting(lines)
 
   def status(self) -> dict[str, Any]:
-    """See `GroupQueue.status`. Raises TimeoutError: there is no queue."""
-    body = self._patiently("say its status", "GET", "/status")
+    """See `GroupQueue.status`. Raises TimeoutError after a few seconds."""
+    body = self._glance("say its status", "GET", "/status")
     return parse_object(body)
 
   def roles(self) -> list[dict[str, Any]]:
-    """See `Roster.roles`. Raises TimeoutError: there is no queue."""
-    roles = parse_object(self._patiently("say who lives", "GET", "/roles"))
+    """See `Roster.roles`. Raises TimeoutError after a few seconds."""
+    roles = parse_object(self._glance("say who lives", "GET", "/roles"))
     return messages.read_roles(roles)
 
   def _begun(self) -> str:
@@ -241,15 +253,26 @@ class LearnerQueue:
       raise NotBegun("this learner hasn't begun with the queue")
     return self._lineage
 
+  def _glance(
+    self,
+    what: str,
+    method: str,
+    path: str,
+    json: Mapping[str, Any] | None = None,
+  ) -> bytes:
+    seconds = min(self._patience, _GLANCE_SECONDS)
+    patience = _Patience(self._url, seconds)
+    return self._patiently(patience, what, method, path, json)
+
   def _patiently(
     self,
+    patience: _Patience,
     what: str,
     method: str,
     path: str,
     json: Mapping[str, Any] | None = None,
     packed: bytes | None = None,
   ) -> bytes:
-    patience = _Patience(self._url, self._patience)
     while True:
       try:
         return self._once(method, path, json, packed)
@@ -264,7 +287,9 @@ class LearnerQueue:
     packed: bytes | None = None,
   ) -> bytes:
     try:
-      with self._http.stream(method, path, **_content(json, packed)) as answer:
+      with self._http.stream(
+        method, path, **_arguments(json, packed)
+      ) as answer:
         parts = _Parts(answer, messages.MAX_GROUPS[0])
         for part in answer.iter_raw():
           parts.add(part)
@@ -396,7 +421,7 @@ class ActorQueue:
   ) -> bytes:
     try:
       async with self._http.stream(
-        "POST", path, **_content(json, packed)
+        "POST", path, **_arguments(json, packed)
       ) as answer:
         parts = _Parts(answer, messages.MAX_PLAIN)
         async for part in answer.aiter_raw():

@@ -392,7 +392,6 @@ def read_beat(data: dict[str, Any]) -> Beat:
     role=role,
     index=fields.needed_integer("index", 0, 9999),
     pid=fields.needed_integer("pid"),
-    process=fields.needed_text("process", 64),
     idle_seconds=fields.needed_number("idle_seconds", 0.0),
     counters={name: float(n) for name, n in counters.items()},
   )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator
@@ -99,7 +98,6 @@ class QueueService:
       RuntimeError: the server ended by itself.
     """
     server = HttpServer(self.app, connections=_CONNECTIONS, drain_seconds=2)
-    process = secrets.token_hex(8)
     found = listen(host, port, "cluster.queue")
     serving = asyncio.create_task(server.serve(sockets=[found]))
     next_beat = 0.0
@@ -110,7 +108,7 @@ class QueueService:
           raise RuntimeError("the queue's HTTP server ended by itself")
         if time.monotonic() >= next_beat:
           next_beat = time.monotonic() + self._beat_seconds
-          self._roster.beat(_own_beat(process))
+          self._roster.beat(_own_beat())
         await asyncio.sleep(0.1)
     finally:
       self._stopping = True
@@ -375,12 +373,11 @@ def _lines(body: bytes) -> Response:
   return Response(body, media_type=messages.LINES)
 
 
-def _own_beat(process: str) -> Beat:
+def _own_beat() -> Beat:
   return Beat(
     role="queue",
     index=0,
     pid=os.getpid(),
-    process=process,
     idle_seconds=0.0,
     counters={},
   )

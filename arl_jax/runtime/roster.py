@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ROLES = ("queue", "learner", "server", "actor", "evaluator")
-
-# Incarnations of a role whose counters are told apart.
-_INCARNATIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +18,6 @@ class Beat:
     role: one of `ROLES`.
     index: of the process in its role, from 0.
     pid: of the process on its machine.
-    process: tells it from those that had the place before, whose pid may have
-      been the same.
     idle_seconds: since it last got on with its work.
     counters: what it did since it started, by name.
   """
@@ -30,20 +25,8 @@ class Beat:
   role: str
   index: int
   pid: int
-  process: str
   idle_seconds: float
   counters: Mapping[str, float]
-
-
-@dataclasses.dataclass(slots=True)
-class _Place:
-  """What is known of one (role, index)."""
-
-  beat: Beat
-  when: float
-  # Counters of each incarnation, oldest first, and of those forgotten.
-  counters: dict[str, Mapping[str, float]]
-  before: Mapping[str, float]
 
 
 class Roster:
@@ -56,46 +39,23 @@ class Roster:
       clock: returns seconds.
     """
     self._clock = clock
-    self._places: dict[tuple[str, int], _Place] = {}
+    self._beats: dict[tuple[str, int], tuple[float, Beat]] = {}
 
   def beat(self, beat: Beat) -> None:
-    """Takes a sign of life."""
-    key, now = (beat.role, beat.index), self._clock()
-    place = self._places.get(key)
-    if place is None:
-      place = _Place(beat, now, {}, {})
-      self._places[key] = place
-    place.beat, place.when = beat, now
-    place.counters[beat.process] = beat.counters
-    if len(place.counters) > _INCARNATIONS:
-      oldest = place.counters.pop(next(iter(place.counters)))
-      place.before = _sum([place.before, oldest])
+    """Takes a sign of life, in place of the last one of that role and index."""
+    self._beats[beat.role, beat.index] = self._clock(), beat
 
   def roles(self) -> list[dict[str, Any]]:
-    """What is known of each place, by role and index; JSON values.
-
-    Each has `role`, `index`, `pid`, `age` (seconds since the beat),
-    `idle_seconds` as the beat said, and `counters`: sums over all processes
-    that had the place since this roster began, so that none goes back when a
-    process is started anew.
-    """
+    """The beats by role and index, with `age` in seconds; JSON values."""
     now = self._clock()
     return [
       {
-        "role": place.beat.role,
-        "index": place.beat.index,
-        "pid": place.beat.pid,
-        "age": now - place.when,
-        "idle_seconds": place.beat.idle_seconds,
-        "counters": _sum([place.before, *place.counters.values()]),
+        "role": beat.role,
+        "index": beat.index,
+        "pid": beat.pid,
+        "age": now - when,
+        "idle_seconds": beat.idle_seconds,
+        "counters": dict(beat.counters),
       }
-      for _, place in sorted(self._places.items())
+      for _, (when, beat) in sorted(self._beats.items(), key=lambda x: x[0])
     ]
-
-
-def _sum(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
-  total: dict[str, float] = {}
-  for some in counters:
-    for name, amount in some.items():
-      total[name] = total.get(name, 0.0) + amount
-  return total
