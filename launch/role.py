@@ -9,6 +9,7 @@ as jax for actors, isn't imported.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import importlib
 import json
@@ -151,6 +152,8 @@ def _follow_supervisor(orphaned: threading.Event, seconds: float) -> None:
     with contextlib.suppress(OSError):
       while os.read(pipe, 4096):
         pass
+    # Nobody else is left to end what this process has started.
+    atexit.register(_end_session)
     orphaned.set()
     # The terminal may be gone with the supervisor.
     with contextlib.suppress(OSError):
@@ -158,11 +161,16 @@ def _follow_supervisor(orphaned: threading.Event, seconds: float) -> None:
     time.sleep(seconds)
     with contextlib.suppress(OSError):
       print(f"not done {seconds:.0f} s later; ended", file=sys.stderr)
-    if os.getpgrp() == os.getpid():
-      os.killpg(0, signal.SIGKILL)  # With what it has started.
+    _end_session()
     os._exit(1)
 
   threading.Thread(target=follow, name="supervisor", daemon=True).start()
+
+
+def _end_session() -> None:
+  """Ends this process and what it has started, if it leads a session."""
+  if os.getpgrp() == os.getpid():
+    os.killpg(0, signal.SIGKILL)
 
 
 def run(main: Callable[[list[str]], None] = main) -> None:

@@ -150,6 +150,7 @@ class Supervisor:
     should_stop: Callable[[], bool],
     say: Callable[[str], None] = _say,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
   ):
     """Starts nothing before `run`.
 
@@ -162,10 +163,11 @@ class Supervisor:
       should_stop: asked several times a second.
       say: called with a line about each process that is started again.
       clock: returns seconds.
+      sleep: waits so many.
     """
     self._start, self._cluster, self._signs = processes.start, cluster, signs
     self._opened, self._should_stop = opened, should_stop
-    self._say, self._clock = say, clock
+    self._say, self._clock, self._sleep = say, clock, sleep
     self._all = [_Process(role, i) for role, i in processes_of(cluster)]
     (self._learner,) = (p for p in self._all if p.role == "learner")
     # Since when the queue answers without a gap, None while it doesn't.
@@ -207,7 +209,7 @@ class Supervisor:
       if self._clock() >= self._next_look:
         self._look()
         self._next_look = self._clock() + self._cluster.beat_seconds
-      time.sleep(_POLL_SECONDS)
+      self._sleep(_POLL_SECONDS)
     self._stop((self._learner,), self._cluster.stall_seconds)
     code = self._learner.handle.poll() if self._learner.handle else None
     return code if code in (0, *_KNOWN_ERRORS) else _INTERRUPTED
@@ -335,7 +337,7 @@ class Supervisor:
     while any(handle.poll() is None for handle in handles.values()):
       if self._clock() > limit:
         break
-      time.sleep(_POLL_SECONDS / 4)
+      self._sleep(_POLL_SECONDS / 4)
     for name, handle in handles.items():
       if handle.poll() is None:
         self._say(f"{name} didn't stop within {seconds:.0f} s; killed")
@@ -357,7 +359,7 @@ class Supervisor:
           f"waited {_GRACE_SECONDS:.0f} s for killed processes to end:"
           f" {', '.join(left)} did not"
         )
-      time.sleep(_POLL_SECONDS / 4)
+      self._sleep(_POLL_SECONDS / 4)
 
 
 def _named(code: int) -> str:
