@@ -4,6 +4,7 @@ import dataclasses
 import math
 import urllib.parse
 
+from arl_jax.runtime.ray_config import RayConfig
 from arl_jax.serving.config import is_loopback
 
 
@@ -32,9 +33,11 @@ class ClusterConfig:
       is handed out again, and it is started anew.
     stall_seconds: in which a process must get on with its work; compiling may
       take minutes.
+    call_seconds: that one call of an environment or a reward may take.
     patience: seconds that one process waits for another to come (back).
     restarts: of one process, after which the run gives up.
     evaluate_every: versions from one that the evaluator scores to the next.
+    ray: what processes ask for with `--engine=ray`.
   """
 
   actors: int = 0
@@ -49,9 +52,11 @@ class ClusterConfig:
   beat_seconds: float = 2.0
   lost_seconds: float = 20.0
   stall_seconds: float = 900.0
+  call_seconds: float = 120.0
   patience: float = 600.0
   restarts: int = 100
   evaluate_every: int = 5
+  ray: RayConfig = dataclasses.field(default_factory=RayConfig)
 
   @property
   def replica_urls(self) -> tuple[str, ...]:
@@ -59,6 +64,7 @@ class ClusterConfig:
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
+    self.ray.validate()
     for name, low, high in (
       ("actors", 0, math.inf),
       ("servers", 1, math.inf),
@@ -72,7 +78,10 @@ class ClusterConfig:
       if not low <= value <= high:
         wanted = f"in {low}..{high}" if high < math.inf else f">= {low}"
         raise ValueError(f"cluster.{name} is {value}, not {wanted}")
-    for name in ("beat_seconds", "lost_seconds", "stall_seconds", "patience"):
+    for name in (
+      *("beat_seconds", "lost_seconds", "stall_seconds"),
+      *("call_seconds", "patience"),
+    ):
       if not 0 < getattr(self, name) < math.inf:
         raise ValueError(
           f"cluster.{name} is {getattr(self, name)}, not a number of seconds"
