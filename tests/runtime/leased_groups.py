@@ -86,5 +86,7 @@ def episode(task_id, index, version, reward, tokens=3):
     outcome={"answer": [0.1, None]},
     turns=1,
     seed=11 + index,
-    reward=Reward(total=reward, parts={"recall": reward / 3}),
+    reward=None
+    if reward is None
+    else Reward(total=reward, parts={"recall": reward / 3}),
   )

@@ -193,6 +193,7 @@ def test_groups_of_another_lineage_are_refused():
     (lambda x: group(x, rewards=(1.0,)), "has 1 rollouts, not >= 2"),
     (lambda x: group(x, rewards=(1.0, 0.0, 1.0)), "indices .0, 1, 2., not"),
     (lambda x: group(x, rewards=(math.nan, 0.0)), "reward that isn't finite"),
+    (lambda x: group(x, rewards=(None, 1.0)), "holds an unscored episode"),
     (
       lambda x: group(x, episodes=(episode(x.task_id, 1, 0, 1.0),) * 2),
       "indices .1, 1., not",
