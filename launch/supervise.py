@@ -15,9 +15,13 @@ from typing import NoReturn
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.local_processes import LocalProcesses, assign_addresses
 from arl_jax.runtime.signs import QueueSigns
-from arl_jax.runtime.supervisor import Processes, Supervisor, processes_of
-
-ENGINES = ("local", "ray")
+from arl_jax.runtime.supervisor import (
+  Processes,
+  Signs,
+  Supervisor,
+  processes_of,
+)
+from launch.role import ROLES
 
 
 def run_all(
@@ -41,28 +45,43 @@ def run_all(
     ValueError: the run can't be started this way.
     OSError: likewise.
   """
-  if engine != "local":
-    raise ValueError(f"--engine={engine} is none of {list(ENGINES)}")
   with contextlib.ExitStack() as stack:
-    assign_addresses(config.cluster)
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-"))
-    path = pathlib.Path(folder) / "config.json"
-    path.write_text(json.dumps(dataclasses.asdict(config)))
-    # Beside the run's folder, which belongs to the learner.
-    logs = pathlib.Path(f"{config.run_dir.rstrip('/')}.logs")
-    processes: Processes = LocalProcesses(
-      path, logs, learner_flags=learner_flags
-    )
-    signs = stack.enter_context(QueueSigns(config.cluster))
-    print(f"queue at {config.cluster.queue}, logs in {logs}", file=sys.stderr)
+    opened = _opened(config.run_dir)
+    processes, signs = _ENGINES[engine](config, learner_flags, stack)
+    print(f"queue at {config.cluster.queue}", file=sys.stderr)
     supervisor = Supervisor(
-      processes,
-      config.cluster,
-      signs,
-      opened=_opened(config.run_dir),
-      should_stop=should_stop,
+      processes, config.cluster, signs, opened=opened, should_stop=should_stop
     )
     return supervisor.run()
+
+
+def _local(
+  config: Config, learner_flags: Sequence[str], stack: contextlib.ExitStack
+) -> tuple[Processes, Signs]:
+  assign_addresses(config.cluster)
+  folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="arl-"))
+  path = pathlib.Path(folder) / "config.json"
+  path.write_text(json.dumps(dataclasses.asdict(config)))
+  # Beside the run's folder, which belongs to the learner.
+  logs = pathlib.Path(f"{config.run_dir.rstrip('/')}.logs")
+  print(f"processes other than the learner print to {logs}", file=sys.stderr)
+  signs = stack.enter_context(QueueSigns(config.cluster))
+  return LocalProcesses(path, logs, learner_flags=learner_flags), signs
+
+
+def _ray(
+  config: Config, learner_flags: Sequence[str], stack: contextlib.ExitStack
+) -> tuple[Processes, Signs]:
+  # Few have Ray.
+  from arl_jax.runtime.ray_cluster import RayProcesses, RaySigns
+
+  processes = RayProcesses(config, ROLES, learner_flags=learner_flags)
+  stack.enter_context(processes)
+  return processes, stack.enter_context(RaySigns(config.cluster))
+
+
+_ENGINES = {"local": _local, "ray": _ray}
+ENGINES = tuple(_ENGINES)
 
 
 def _opened(run_dir: str) -> Callable[[], bool]:

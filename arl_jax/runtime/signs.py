@@ -69,9 +69,11 @@ class QueueSigns:
           raise ValueError(
             f"{len(body)} bytes so far, not {_MAX_BYTES} within {_SECONDS} s"
           )
-    roles = json.loads(body)
-    if isinstance(roles, dict):
-      roles = roles.get("roles")
+    try:
+      answer = json.loads(body)
+    except RecursionError as error:
+      raise ValueError("the answer is nested too deeply") from error
+    roles = answer.get("roles") if isinstance(answer, dict) else None
     if not isinstance(roles, list):
       raise ValueError("the answer has no list of roles")
     return roles
