@@ -55,7 +55,7 @@ class Heartbeat:
     self._who = {"role": role, "index": index, "pid": os.getpid()}
     self._lock = threading.Lock()
     self._counters: dict[str, float] = {}
-    self._progress = time.monotonic()
+    self._began = self._progress = time.monotonic()
     self._away = False
     self._failure: Exception | None = None
     self._stop = threading.Event()
@@ -85,7 +85,7 @@ class Heartbeat:
     self._progress = time.monotonic()
 
   def count(self, name: str, amount: float = 1.0) -> None:
-    """Adds to a counter of this process."""
+    """Adds to a counter of this process; "seconds" is its age already."""
     with self._lock:
       self._counters[name] = self._counters.get(name, 0.0) + amount
 
@@ -103,7 +103,10 @@ class Heartbeat:
   def _send(self) -> None:
     with self._lock:
       counters = dict(self._counters)
-    idle = time.monotonic() - self._progress
+    now = time.monotonic()
+    # What the others can be divided by.
+    counters["seconds"] = now - self._began
+    idle = now - self._progress
     beat = {**self._who, "idle_seconds": idle, "counters": counters}
     try:
       answer = self._http.post("/beat", json=beat)

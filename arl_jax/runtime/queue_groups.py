@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ from arl_jax.runtime.group_source import groups_per_step, sources
 from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.queue_client import LearnerQueue
+from arl_jax.runtime.ray_queue_client import RayLearnerQueue
 from arl_jax.types import Group
 
 # Between two looks whether the run was asked to stop.
@@ -44,7 +45,7 @@ class QueueGroups:
     self,
     config: Config,
     problem: Problem,
-    queue: LearnerQueue,
+    queue: LearnerQueue | RayLearnerQueue,
     heartbeat: Heartbeat,
     should_stop: Callable[[], bool],
   ):
@@ -53,10 +54,10 @@ class QueueGroups:
     self._heartbeat, self._should_stop = heartbeat, should_stop
     self._sources = sources(config, problem.train)
     self._wanted = groups_per_step(config, problem.train)
-    self._lineage, self._ledger = "", None
+    self._lineage = ""
+    self._ledger: Mapping[str, Any] | None = None
     self._version = 0
     self._counters: dict[tuple[str, str], float] = {}
-    self._at = time.monotonic()
 
   def begin(
     self,
@@ -124,22 +125,20 @@ class QueueGroups:
       status, roles = self._queue.status(), self._queue.roles()
     except TimeoutError:
       return {}
-    now = time.monotonic()
-    seconds, self._at = now - self._at, now
     values = {
       f"queue_{name}": float(status[name])
       for name in ("ready", "leased", "open")
       if name in status
     }
     grown = self._grown(roles)
-    count = defaultdict(int)
-    for role in roles:
-      count[role["role"]] += 1
+    count = Counter(role["role"] for role in roles)
     for (role, name), amount in grown.items():
-      if name in _RATES:
-        values[f"{_RATES[name]}_{role}"] = amount / seconds
-      if name in _SHARES:
-        values[f"{_SHARES[name]}_{role}"] = amount / seconds / count[role]
+      # Of all processes of the role together, between their last signs of life.
+      seconds = grown.get((role, "seconds"), 0.0)
+      if name in _RATES and seconds:
+        values[f"{_RATES[name]}_{role}"] = amount / seconds * count[role]
+      if name in _SHARES and seconds:
+        values[f"{_SHARES[name]}_{role}"] = min(amount / seconds, 1.0)
       if name in _MEANS:
         calls = grown.get((role, _MEANS[name]), 0.0)
         values[name] = amount / calls if calls else 0.0

@@ -44,7 +44,7 @@ class Taking:
   def load(self):
     return Load(state="serving", version=1)
 
-  async def update_weights(self, params, number, *, abandon):
+  async def update_weights(self, params, number, *, abandon, lineage):
     self.taken.append(number)
 
 
