@@ -33,6 +33,7 @@ WITHOUT_JAX = (
   "envs",
   "rewards",
   "observability",
+  "evaluation.scores",
   "runtime.actor",
   "runtime.actor_config",
   "runtime.group_queue",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from arl_jax.evaluation import suites
-from arl_jax.evaluation.report import write_report
+from arl_jax.evaluation.run_record import report
 from arl_jax.evaluation.statistics import paired_difference
-from arl_jax.observability import metrics
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import GroupSource
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.trainer import Trainer
-from arl_jax.types import Episode, Group, Task, from_json, to_json
+from arl_jax.types import Episode, Group, from_json, to_json
 
 Summary = dict[str, Any]
 
@@ -82,21 +80,7 @@ def run_experiment(
     "tokens_per_second": _rates(trainer.position.tokens),
   }
   run.write_json("summary.json", summary)
-  write_report(
-    run.path / "report.html",
-    title=f"arl_jax: {run.path.name}",
-    config=dataclasses.asdict(config),
-    summary=summary,
-    metrics=metrics.read(run.path / "metrics.jsonl"),
-    episodes=[
-      (label, task, episode)
-      for label, episodes in (("after RL", after), ("before RL", before))
-      for task, episode in _shown(
-        problem.heldout, episodes, config.report_episodes
-      )
-    ],
-    decode=problem.renderer.tokenizer.piece,
-  )
+  report(run.path, problem.renderer.tokenizer.piece)
   return summary
 
 
@@ -124,16 +108,6 @@ def _evaluate(trainer: Trainer, run: RunDirectory, name: str) -> list[Episode]:
     lines.append(json.dumps(to_json(group)))
   run.write_text(path.name, "\n".join(lines) + "\n")
   return episodes
-
-
-def _shown(
-  tasks: Sequence[Task], episodes: Sequence[Episode], count: int
-) -> list[tuple[Task, Episode]]:
-  """The first ones, half of them such whose context was rewritten, if any."""
-  pairs = list(zip(tasks, episodes, strict=True))
-  rewritten = [p for p in pairs if len(p[1].segments) > 1][: count // 2]
-  rest = [p for p in pairs if not any(p[1] is r[1] for r in rewritten)]
-  return rewritten + rest[: count - len(rewritten)]
 
 
 def _scores(problem: Problem, episodes: Sequence[Episode], seed: int):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from arl_jax.evaluation.report import write_report
+from arl_jax.evaluation.scores import Evaluation
 from arl_jax.types import (
   Episode,
   Event,
@@ -92,6 +93,13 @@ class Page(html.parser.HTMLParser):
     self.span = None
 
 
+def evaluation(version, name, **values):
+  interval = [version / 10, version / 10 - 0.05, version / 10 + 0.05]
+  scores = {"reward": interval, name: interval}
+  given = {"version": version, "lineage": name, "checksum": name, **values}
+  return Evaluation(scores=scores, seconds=1.0, **given)
+
+
 def write(path, **kwargs):
   values = {
     "title": "run",
@@ -137,8 +145,20 @@ def test_hostile_text_stays_text(tmp_path):
     title=HOSTILE,
     config={HOSTILE: HOSTILE},
     summary={"before": {HOSTILE: [0, 0, 0]}, "seconds": {HOSTILE: 1}},
-    metrics=[{"phase": HOSTILE, "step": i, HOSTILE: i} for i in range(3)],
+    metrics=[
+      {
+        "phase": HOSTILE,
+        "step": i,
+        HOSTILE: i,
+        f"drop_{HOSTILE}": i,
+        f"idle_$_{HOSTILE}": i,
+        f"tokens_per_second__{HOSTILE}": i,
+      }
+      for i in range(3)
+    ],
     episodes=[("after", TASK, PRUNED)],
+    evaluations=[evaluation(i, HOSTILE) for i in range(3)],
+    notes=[HOSTILE],
   )
   assert "script" not in page.tags
   assert not any(name.startswith("on") for name, _ in page.attributes)
@@ -181,6 +201,43 @@ def test_before_and_after_with_intervals(tmp_path):
   assert "– <small>[–, –]</small>" in text
   assert "123.4" in text
   assert "1.23e+06" in text
+
+
+def test_scores_by_version_say_which_stand(tmp_path):
+  text, _ = write(
+    tmp_path,
+    evaluations=[
+      evaluation(0, "turns"),
+      evaluation(5, "turns"),
+      evaluation(10, "turns", abandoned=True),
+      evaluation(10, "turns", lineage="b"),
+      Evaluation(
+        version=15,
+        lineage="b",
+        checksum="x",
+        scores={},
+        seconds=0.0,
+        skipped="no device",
+      ),
+    ],
+  )
+  assert "3 versions are scored on the held-out tasks." in text
+  assert "The best is 10, with reward 1.000." in text
+  assert 'alt="Scores by version: reward, turns"' in text
+  rows = re.findall(r"<tr><td>(\d+)</td>.*?<td>([^<]*)</td></tr>", text)
+  assert rows == [
+    ("0", "lineage turns"),
+    ("5", "lineage turns"),
+    ("10", "lineage turns, given up"),
+    ("10", "lineage b, best"),
+    ("15", "lineage b, skipped: no device"),
+  ]
+
+
+def test_one_score_is_no_curve(tmp_path):
+  text, _ = write(tmp_path, evaluations=[evaluation(0, "turns")])
+  assert "1 version is scored" in text
+  assert "<img" not in text
 
 
 def test_curves_take_what_is_there(tmp_path):
