@@ -36,6 +36,10 @@ WITHOUT_JAX = (
   "evaluation.scores",
   "runtime.actor",
   "runtime.actor_config",
+  "runtime.actor_role",
+  "runtime.environment_pool",
+  "runtime.environment_worker",
+  "runtime.environments",
   "runtime.group_queue",
   "runtime.local_processes",
   "runtime.problem",
@@ -51,8 +55,10 @@ WITHOUT_JAX = (
   "runtime.queue_client",
   "runtime.queue_messages",
   "runtime.queue_service",
+  "runtime.replicas",
   "runtime.roster",
   "runtime.task_source",
+  "runtime.worker_messages",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}
 
