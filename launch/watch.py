@@ -57,7 +57,8 @@ class Watch:
     news = self._tail.read()
     self.view.add(news.lines, anew=news.anew)
     path = scores.path_of(self._path)
-    if path.is_file() and (found := scores.valid(scores.read(path))):
+    found = scores.valid(scores.read(path)) if path.is_file() else []
+    if found and "reward" in found[-1].scores:
       self.view.score(found[-1].version, found[-1].scores["reward"])
     if self._url:
       try:

@@ -25,6 +25,8 @@ RATES = ("tokens_per_second_", "prefilled_per_second_")
 _AGE = re.compile(r"staleness_([0-9]{1,9})")
 # One that the learner's packer reports, to weigh steps by.
 _TOKENS = "tokens"
+# JSON has integers that no float holds.
+_HUGE = 1e300
 
 
 def belongs(name: str) -> bool:
@@ -86,4 +88,6 @@ def series(lines: Sequence[Line], prefix: str) -> dict[str, Series]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-  return isinstance(value, int | float) and not isinstance(value, bool)
+  """Whether it is a number that can be computed with: finite, and no bool."""
+  right = isinstance(value, int | float) and not isinstance(value, bool)
+  return right and -_HUGE < value < _HUGE

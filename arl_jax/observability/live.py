@@ -30,6 +30,8 @@ _FIRST = (
   *("effective_tokens", "draft_acceptance", "tool_seconds"),
 )
 _HIDDEN = ("time", "phase", "step")
+# Share of idle time, sampled tokens a second; None if that isn't known.
+_Pace = tuple[float | None, float | None]
 _QUEUE = ("state", "version", "ready", "leased", "open", "training")
 
 
@@ -43,8 +45,9 @@ class Place:
     pid: of it.
     age: seconds since its last sign of life.
     stuck: seconds since it got on with its work.
-    idle: share of the time since the last look, None if that isn't known.
-    rate: tokens that it sampled a second since then, likewise.
+    idle: share of the time between its last two signs of life, None if that
+      isn't known.
+    rate: tokens that it sampled a second in that time, likewise.
   """
 
   role: str
@@ -77,7 +80,8 @@ class View:
     self._lines: deque[Mapping[str, Any]] = deque(maxlen=_LINES)
     self._status: Mapping[str, Any] = {}
     self._places: list[Place] = []
-    self._seen: dict[tuple[str, int], tuple[float, Mapping[str, Any]]] = {}
+    # Of a process: its counters, and what they said of idle time and tokens.
+    self._seen: dict[tuple[str, int], tuple[Mapping[str, Any], _Pace]] = {}
     self._score = ""
     self._trouble = ""
 
@@ -102,9 +106,8 @@ class View:
     self._status = status if isinstance(status, Mapping) else {}
     if isinstance(roles, Mapping):
       roles = roles.get("roles")
-    found = roles if isinstance(roles, Sequence) else ()
-    now = self._clock()
-    places = [self._place(role, now) for role in found]
+    found = roles if isinstance(roles, list) else []
+    places = [self._place(role) for role in found]
     self._places = [place for place in places if place is not None]
 
   def score(self, version: int, interval: Sequence[float | None]) -> None:
@@ -241,7 +244,7 @@ class View:
       _row(table, reason, f"{points[-1][1]:.0f}")
     return table
 
-  def _place(self, role: Any, now: float) -> Place | None:
+  def _place(self, role: Any) -> Place | None:
     """A process, None for what is none."""
     if not isinstance(role, Mapping):
       return None
@@ -252,13 +255,29 @@ class View:
     if not isinstance(name, str) or not all(map(is_number, numbers)):
       return None
     index, pid, age, stuck = numbers
+    if not isinstance(index, int) or not isinstance(pid, int):
+      return None
     counters = role.get("counters")
     counters = counters if isinstance(counters, Mapping) else {}
-    before = self._seen.get((name, int(index)))
-    self._seen[name, int(index)] = now, counters
-    grown = None if before is None else _grown(*before, now, counters)
-    idle, rate = (None, None) if grown is None else grown
-    return Place(clean(name, 20), int(index), int(pid), age, stuck, idle, rate)
+    pace = self._pace((name, index), counters)
+    return Place(clean(name, 20), index, pid, age, stuck, *pace)
+
+  def _pace(self, key: tuple[str, int], counters: Mapping[str, Any]) -> _Pace:
+    """Of a process between its last two signs of life that differ."""
+    old, pace = self._seen.get(key, ({}, (None, None)))
+    seconds = _growth(old, counters, "seconds")
+    if seconds == 0:
+      return pace  # The same sign of life.
+    pace = None, None
+    if seconds is not None and seconds > 0:
+      idle = _growth(old, counters, "idle_seconds")
+      tokens = _growth(old, counters, "sampled_tokens")
+      pace = (
+        None if idle is None else idle / seconds,
+        None if tokens is None else tokens / seconds,
+      )
+    self._seen[key] = counters, pace
+    return pace
 
 
 def planned(config: Mapping[str, Any]) -> dict[str, int]:
@@ -291,24 +310,12 @@ def clean(value: Any, most: int = 80) -> str:
   return "".join(c if c.isprintable() else "·" for c in text)
 
 
-def _grown(
-  then: float,
-  old: Mapping[str, Any],
-  now: float,
-  new: Mapping[str, Any],
-) -> tuple[float | None, float | None] | None:
-  """Share of idle time and tokens a second between two looks."""
-  seconds = now - then
-  if seconds <= 0:
-    return None
-
-  def a_second(name: str) -> float | None:
-    if not is_number(new.get(name)):
-      return None
-    start = old.get(name)
-    return (new[name] - (start if is_number(start) else 0.0)) / seconds
-
-  return a_second("idle_seconds"), a_second("sampled_tokens")
+def _growth(
+  old: Mapping[str, Any], new: Mapping[str, Any], name: str
+) -> float | None:
+  """Of a counter; None if it isn't in both."""
+  now, then = new.get(name), old.get(name)
+  return now - then if is_number(now) and is_number(then) else None
 
 
 def _table(*heads: str) -> Table:
