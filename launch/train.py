@@ -22,16 +22,14 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import flags
 from ml_collections import config_flags
 
-from arl_jax.evaluation import suites
-from arl_jax.evaluation.experiment import run_experiment
+from arl_jax.evaluation.run_record import report
 from arl_jax.observability.progress import Progress
-from arl_jax.observability.run_directory import Mode, RunDirectory
-from arl_jax.runtime.config import Config
+from arl_jax.runtime.config import MODES, Config
 from arl_jax.runtime.offline import (
   Data,
   OfflineTrainer,
@@ -40,8 +38,7 @@ from arl_jax.runtime.offline import (
 )
 from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.runtime.pod_config import PodConfig
-from arl_jax.runtime.problem import make_problem
-from launch import command, supervise
+from launch import command, learner_role, supervise
 
 _CONFIG = config_flags.DEFINE_config_file("config")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the configuration, stop.")
@@ -57,19 +54,12 @@ _ROLE = flags.DEFINE_enum(
   ["all", "learner", "actor", "server", "evaluator", "queue"],
   "What this process does of a run with --config.cluster.actors.",
 )
+_MODE = flags.DEFINE_enum("mode", None, MODES, "As --config.mode.")
 _INDEX = flags.DEFINE_integer(
   "index", 0, "Of the process in its role.", lower_bound=0
 )
 _ENGINE = flags.DEFINE_enum(
   "engine", "local", supervise.ENGINES, "What starts the processes of a run."
-)
-
-# Fields that may differ when a run goes on.
-_MUTABLE = (
-  *("rl.steps", "steps", "checkpoint_every", "export"),
-  *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
-  *("weights.folder", "weights.base_every"),
-  *("weights.quota_bytes", "weights.dtype", "cluster"),
 )
 
 
@@ -82,12 +72,15 @@ def main(argv: list[str]) -> None:
       "--config describes a pod, which launch.compile takes; a run's begins"
       " with Config or OfflineConfig"
     )
+  if _MODE.value is not None:
+    if not isinstance(config, Config):
+      raise ValueError(f"--mode={_MODE.value} is for runs of agents")
+    config.mode = _MODE.value
   config.resolve()
   if _DRY_RUN.value:
     print(json.dumps(dataclasses.asdict(config), indent=2))
     return
-  if _RESUME.value and _OVERWRITE.value:
-    raise ValueError("--resume and --overwrite exclude each other")
+  mode = learner_role.open_mode(_RESUME.value, _OVERWRITE.value)
   if isinstance(config, Config) and config.cluster.actors:
     _in_many_processes(config)
   if _ROLE.value != "all" or _ENGINE.value != "local":
@@ -100,7 +93,15 @@ def main(argv: list[str]) -> None:
     if isinstance(config, OfflineConfig):
       print(_train_offline(config, progress, should_stop))
     else:
-      print(_train(config, progress, should_stop))
+      print(
+        learner_role.train(
+          config,
+          progress,
+          should_stop,
+          mode=mode,
+          fall_back=_FALL_BACK.value,
+        )
+      )
 
 
 def _in_many_processes(config: Config) -> NoReturn:
@@ -117,42 +118,6 @@ def _in_many_processes(config: Config) -> NoReturn:
   sys.exit(supervise.run_all(config, _ENGINE.value, learner_flags, should_stop))
 
 
-def _open(config: Any, data: dict[str, str]) -> RunDirectory:
-  resolved = dataclasses.asdict(config)
-  # A run may be moved: where it lies is not part of what it is.
-  del resolved["run_dir"]
-  mode: Mode = "new"
-  if _RESUME.value or _OVERWRITE.value:
-    mode = "resume" if _RESUME.value else "overwrite"
-  return RunDirectory.open(
-    config.run_dir,
-    config=resolved,
-    data=data,
-    mode=mode,
-    mutable_on_resume=_MUTABLE,
-  )
-
-
-def _train(
-  config: Config, progress: Progress, should_stop: Callable[[], bool]
-) -> str:
-  progress.phase("corpus and tasks", 1)
-  # Before the folder is touched: what can't be used costs nothing.
-  config.learner.mesh.make()
-  problem = make_problem(config)
-  progress.update(1, tasks=len(problem.train))
-  with _open(config, problem.digests()) as run:
-    summary = run_experiment(
-      config,
-      problem,
-      run,
-      progress,
-      should_stop=should_stop,
-      fall_back=_FALL_BACK.value,
-    )
-  return f"{suites.table(summary)}\nreport: {config.run_dir}/report.html"
-
-
 def _train_offline(
   config: OfflineConfig, progress: Progress, should_stop: Callable[[], bool]
 ) -> str:
@@ -161,7 +126,8 @@ def _train_offline(
     check_export(config)
   data = Data(config)
   learner = make_learner(config, data)
-  with _open(config, data.digests) as run:
+  mode = learner_role.open_mode(_RESUME.value, _OVERWRITE.value)
+  with learner_role.open_run(config, data.digests, mode) as run:
     trainer = OfflineTrainer(
       config,
       data,
@@ -176,8 +142,11 @@ def _train_offline(
     finally:
       trainer.close()
     run.write_json("summary.json", values)
+    report(run.path)
   shown = (f"  {name} {value:.4g}" for name, value in sorted(values.items()))
-  return "\n".join(["last update:", *shown, f"run: {config.run_dir}"])
+  return "\n".join(
+    ["last update:", *shown, f"report: {config.run_dir}/report.html"]
+  )
 
 
 def _inside(path: str, folder: str) -> bool:

@@ -1,4 +1,4 @@
-"""What training from files needs: a tokenizer, conversations, a recipe."""
+"""What runs need: a tokenizer, conversations, a corpus, and recipes."""
 
 import json
 import random
@@ -30,6 +30,26 @@ def get_config():
   )
 """
 
+# The seeds of rollouts come from (seed, task, rollout index, version).
+_LOOP = """
+from arl_jax.runtime.config import Config
+
+def get_config():
+  c = Config(checkpoint_every=2, keep_best_checkpoints=1)
+  c.corpus.path = {corpus!r}
+  c.corpus.vocab_size, c.corpus.chunk_tokens = 800, 24
+  c.tasks.train, c.tasks.heldout, c.tasks.clue_words = 24, 6, 2
+  c.search.handles = 16
+  m = c.model
+  m.layers, m.width, m.head_dim, m.expert_width = 1, 32, 8, 32
+  w = c.warm_start
+  w.steps, w.opening_steps, w.episodes = 60, 10, 64
+  c.rl.steps, c.rl.tasks_per_step, c.rl.group_size = 12, 3, 4
+  c.rl.substeps, c.rl.record_groups = 2, True
+  c.engine.max_concurrent_decodes, c.engine.prefill_rows = 16, 8
+  return c
+"""
+
 
 @pytest.fixture(scope="session")
 def offline():
@@ -58,3 +78,21 @@ def chats(tmp_path_factory):
         ]
         file.write(json.dumps({"messages": messages}) + "\n")
   return [folder / "a.jsonl", folder / "b.jsonl"]
+
+
+@pytest.fixture(scope="session")
+def rl_loop(tmp_path_factory):
+  """Text of a configuration, on made-up words that occur four times each."""
+  draw = random.Random(0)
+  syllables = [c + v for c in "bdklmnrst" for v in "aeiou"]
+  words = sorted({"".join(draw.sample(syllables, 3)) for _ in range(330)})
+  stream = words * 4
+  draw.shuffle(stream)
+  path = tmp_path_factory.mktemp("corpus")
+  for d in range(20):
+    lines = []
+    for s in range(8):
+      picked = [stream.pop() for _ in range(8)]
+      lines.append(f"{' '.join(picked)} Item_{d}_{s}.")
+    (path / f"d{d}.txt").write_text("\n\n".join(lines))
+  return _LOOP.format(corpus=str(path))

@@ -22,26 +22,6 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("ARL_KILLS", "3"))
 
-# The seeds of rollouts come from (seed, task, rollout index, version).
-LOOP = """
-from arl_jax.runtime.config import Config
-
-def get_config():
-  c = Config(checkpoint_every=2, keep_best_checkpoints=1)
-  c.corpus.path = {corpus!r}
-  c.corpus.vocab_size, c.corpus.chunk_tokens = 800, 24
-  c.tasks.train, c.tasks.heldout, c.tasks.clue_words = 24, 6, 2
-  c.search.handles = 16
-  m = c.model
-  m.layers, m.width, m.head_dim, m.expert_width = 1, 32, 8, 32
-  w = c.warm_start
-  w.steps, w.opening_steps, w.episodes = 60, 10, 64
-  c.rl.steps, c.rl.tasks_per_step, c.rl.group_size = 12, 3, 4
-  c.rl.substeps, c.rl.record_groups = 2, True
-  c.engine.max_concurrent_decodes, c.engine.prefill_rows = 16, 8
-  return c
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -74,28 +54,9 @@ def succeed(process):
 
 
 @pytest.fixture(scope="module")
-def corpus(folder):
-  """Made-up words, each of which occurs four times."""
-  draw = random.Random(0)
-  syllables = [c + v for c in "bdklmnrst" for v in "aeiou"]
-  words = sorted({"".join(draw.sample(syllables, 3)) for _ in range(330)})
-  stream = words * 4
-  draw.shuffle(stream)
-  path = folder / "corpus"
-  path.mkdir()
-  for d in range(20):
-    lines = []
-    for s in range(8):
-      picked = [stream.pop() for _ in range(8)]
-      lines.append(f"{' '.join(picked)} Item_{d}_{s}.")
-    (path / f"d{d}.txt").write_text("\n\n".join(lines))
-  return path
-
-
-@pytest.fixture(scope="module")
-def loop(folder, corpus):
+def loop(folder, rl_loop):
   config = folder / "loop.py"
-  config.write_text(LOOP.format(corpus=str(corpus)))
+  config.write_text(rl_loop)
   run_dir = folder / "loop"
   succeed(launch(folder, config, run_dir))
   return config, run_dir

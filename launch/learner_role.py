@@ -1,0 +1,137 @@
+"""The learner of a run: in a process of its own, or with all the rest in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from arl_jax.evaluation import suites
+from arl_jax.evaluation.experiment import run_experiment
+from arl_jax.observability.progress import Progress
+from arl_jax.observability.run_directory import Mode, RunDirectory
+from arl_jax.runtime.config import Config
+from arl_jax.runtime.heartbeat import Heartbeat
+from arl_jax.runtime.problem import make_problem
+from arl_jax.runtime.queue_groups import QueueGroups
+from arl_jax.runtime.transport import learner_queue
+
+# Fields that may differ when a run goes on.
+MUTABLE = (
+  *("rl.steps", "rl.epochs", "steps", "checkpoint_every", "export"),
+  *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
+  *("weights.folder", "weights.base_every"),
+  *("weights.quota_bytes", "weights.dtype", "cluster"),
+)
+
+
+def run(
+  config: Config,
+  index: int,
+  should_stop: Callable[[], bool],
+  *,
+  resume: bool = False,
+  overwrite: bool = False,
+  fall_back: bool = False,
+) -> None:
+  """Takes a run from where it stands to its report, with groups from its queue.
+
+  Args:
+    config: resolved.
+    index: 0: there is one learner.
+    should_stop: asked between updates and episodes.
+    resume: goes on with the run in the folder.
+    overwrite: empties the folder first.
+    fall_back: an earlier commit will do if the newest is damaged.
+
+  Raises:
+    ValueError, OSError: says what can't be.
+    Interrupted: stopped, after a commit.
+    TimeoutError: no groups came in time.
+  """
+  if index:
+    raise ValueError(f"--index is {index}, but a run has one learner, 0")
+  with Progress() as progress:
+    text = train(
+      config,
+      progress,
+      should_stop,
+      mode=open_mode(resume, overwrite),
+      fall_back=fall_back,
+    )
+  print(text)
+
+
+def train(
+  config: Config,
+  progress: Progress,
+  should_stop: Callable[[], bool],
+  *,
+  mode: Mode,
+  fall_back: bool,
+) -> str:
+  """See `run`; returns what is to be shown in the end."""
+  with contextlib.ExitStack() as stack:
+    heartbeat = None
+    if config.cluster.actors:
+      heartbeat = stack.enter_context(Heartbeat(config.cluster, "learner", 0))
+    progress.phase("corpus and tasks", 1)
+    # Before the folder is touched: what can't be used costs nothing.
+    config.learner.mesh.make()
+    problem = make_problem(config)
+    progress.update(1, tasks=len(problem.train))
+    source = None
+    if heartbeat is not None:
+      heartbeat.progress()
+      queue = learner_queue(config.cluster)
+      stack.enter_context(queue)
+      source = QueueGroups(config, problem, queue, heartbeat, should_stop)
+    folder = stack.enter_context(open_run(config, problem.digests(), mode))
+    summary = run_experiment(
+      config,
+      problem,
+      folder,
+      progress,
+      source=source,
+      should_stop=_watched(should_stop, heartbeat),
+      fall_back=fall_back,
+    )
+  table = suites.table(summary) if "after" in summary else ""
+  return f"{table}\nreport: {config.run_dir}/report.html"
+
+
+def _watched(
+  should_stop: Callable[[], bool], heartbeat: Heartbeat | None
+) -> Callable[[], bool]:
+  """The same; whoever asks gets on with the work."""
+
+  def asked() -> bool:
+    if heartbeat is not None:
+      heartbeat.progress()
+    return should_stop()
+
+  return asked
+
+
+def open_mode(resume: bool, overwrite: bool) -> Mode:
+  """Raises ValueError if both are asked for."""
+  if resume and overwrite:
+    raise ValueError("--resume and --overwrite exclude each other")
+  if resume:
+    return "resume"
+  return "overwrite" if overwrite else "new"
+
+
+def open_run(config: Any, data: dict[str, str], mode: Mode) -> RunDirectory:
+  """The folder of a run. Raises as `RunDirectory.open`."""
+  resolved = dataclasses.asdict(config)
+  # A run may be moved: where it lies is not part of what it is.
+  del resolved["run_dir"]
+  return RunDirectory.open(
+    config.run_dir,
+    config=resolved,
+    data=data,
+    mode=mode,
+    mutable_on_resume=MUTABLE,
+  )
