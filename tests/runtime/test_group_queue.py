@@ -289,6 +289,31 @@ def test_a_commits_groups_are_those_of_its_step():
     queue = GroupQueue(lease_seconds=SECONDS)
 
 
+def test_a_number_that_is_another_task_now_is_none_of_the_old_ones():
+  # What was measured before the queue died may have drawn another task.
+  queue = queue_of()
+  (lease,) = queue.lease("a", 1)
+  other = dataclasses.replace(
+    lease, task_id="t1" if lease.task_id == "t0" else "t0"
+  )
+  assert queue.deliver("a", other, group(other)) == "duplicate"
+  assert queue.deliver("a", lease, group(lease)) == "ready"
+  ledger = {
+    "source": {"drawn": 1, "places": {"": [0, 1, 1]}, "measured": {}},
+    "open": [[0, lease.task_id, 0, 1]],
+  }
+  queue = GroupQueue(lease_seconds=SECONDS)
+  foreign = group(other)
+  queue.begin(start(ledger=ledger, groups=(foreign,)))
+  assert queue.waiting() == ()
+  # Of a commit's group and one that is there, the commit's stays.
+  (again,) = queue.lease("a", 1)
+  deliver_all(queue, [again], rewards=(0.0, 0.0))
+  kept = group(lease)
+  queue.begin(start(ledger=ledger, groups=(kept,)))
+  assert queue.waiting() == (kept,)
+
+
 def test_groups_that_the_commit_does_not_know_are_left_out():
   queue = queue_of(version=3, groups_per_step=1, max_staleness=2)
   leases = queue.lease("a", 3)
