@@ -43,8 +43,9 @@ def run_experiment(
 
   Returns:
     The summary: {"before" and "after": {metric: [mean, low, high]}, "seconds":
-    {phase: number}, "tokens_per_second": {role: number}}; also written as
-    `summary.json`, beside `trajectories.jsonl` and `report.html`.
+    {phase: number}, "tokens_per_second": {role: number}}, without the first
+    two in modes that don't learn; also written as `summary.json`, beside
+    `trajectories.jsonl` and `report.html`.
 
   Raises:
     Interrupted: stopped, after a commit.
@@ -63,22 +64,27 @@ def run_experiment(
     config.warm_start.steps,
     config.warm_start.steps + config.rl.steps,
   )
+  # Modes without updates have nothing to compare.
+  learns = config.mode in ("train", "train_only")
   try:
     trainer.warm_start()
-    before = _evaluate(trainer, run, f"before/{warm}")
+    before = _evaluate(trainer, run, f"before/{warm}") if learns else []
     trainer.reinforce()
-    after = _evaluate(trainer, run, f"after/{total}")
+    after = _evaluate(trainer, run, f"after/{total}") if learns else []
   finally:
     trainer.close()
-  seed = config.evaluation_seed
-  difference = paired_difference(_rewards(before), _rewards(after), seed=seed)
   summary: Summary = {
-    "before": _scores(problem, before, seed),
-    "after": _scores(problem, after, seed),
-    "paired_reward_difference": difference.to_json(),
     "seconds": _seconds(run) | trainer.position.rounded_seconds,
     "tokens_per_second": _rates(trainer.position.tokens),
   }
+  if learns:
+    seed = config.evaluation_seed
+    difference = paired_difference(_rewards(before), _rewards(after), seed=seed)
+    summary |= {
+      "before": _scores(problem, before, seed),
+      "after": _scores(problem, after, seed),
+      "paired_reward_difference": difference.to_json(),
+    }
   run.write_json("summary.json", summary)
   report(run.path, problem.renderer.tokenizer.piece)
   return summary
