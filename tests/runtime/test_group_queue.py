@@ -422,7 +422,9 @@ class Run(RuleBasedStateMachine):
   def go_on(self, commit, fresh):
     """A learner starts from a commit; the queue may be a new one."""
     self.lineages += 1
-    self.version, self.step = commit.version, commit.step
+    # What the queue heard last may be one behind what is published.
+    self.version = self.told = commit.version
+    self.step = commit.step
     self.trained, self.given_up = set(commit.trained), set(commit.given_up)
     self.ledger = commit.ledger
     if fresh:
@@ -454,7 +456,7 @@ class Run(RuleBasedStateMachine):
     for lease in self.queue.lease(actor, most):
       draw = self.draws[lease.number]
       assert lease.task_id == draw.task_id
-      assert lease.version == self.version
+      assert lease.version == self.told
       assert lease.number not in self.trained
       assert lease.number not in self.given_up
       self.leases.append((actor, lease))
@@ -482,18 +484,19 @@ class Run(RuleBasedStateMachine):
     before = self.queue.status()["drops"].get("task_given_up", 0)
     found = None
     if fails:
-      found = group(lease, versions=max(0, self.version - age))
+      found = group(lease, versions=max(0, self.told - age))
     fate = self.queue.deliver(actor, lease, found)
     wrong_lineage = lease.lineage != f"l{self.lineages}"
     assert (fate == "lineage") == wrong_lineage
     if fate == "ready":
-      assert -1 <= age <= self.values["max_staleness"] or self.version < age
+      assert -1 <= age <= self.values["max_staleness"] or self.told < age
       assert lease.number not in self.trained
     if self.queue.status()["drops"].get("task_given_up", 0) > before:
       self.given_up.add(lease.number)
 
   @rule()
   def take(self):
+    self.told = self.version
     batch = self.queue.take(self.step, self.version)
     if batch is None:
       return
@@ -543,6 +546,7 @@ class Run(RuleBasedStateMachine):
       self.queue.take(self.step, self.version)
     self.given_up = self.given_up_in_ledger()
     self.queue.begin(self.start(self.ledger, ()))
+    self.told = self.version
 
   @invariant()
   def bounded(self):
