@@ -64,7 +64,7 @@ class Loader:
       tensor = found.tensors[name]
       there = f"{tensor.dtype}{list(tensor.shape)}"
       here = f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
-      if tensor.shape != tuple(leaf.shape) or not _widens(
+      if tensor.shape != tuple(leaf.shape) or not widens(
         manifest.dtype(tensor.dtype), np.dtype(leaf.dtype)
       ):
         raise ValueError(
@@ -229,7 +229,7 @@ def _turns(
     yield turn
 
 
-def _widens(published: np.dtype, wanted: np.dtype) -> bool:
+def widens(published: np.dtype, wanted: np.dtype) -> bool:
   """Whether each value of a dtype has its equal in another."""
   if published == wanted:
     return True

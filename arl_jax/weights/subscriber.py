@@ -14,7 +14,7 @@ from absl import logging
 
 from arl_jax.checkpoints.failure import DamagedError
 from arl_jax.weights import delta, manifest, shards
-from arl_jax.weights.chain import Loaded, Loader
+from arl_jax.weights.chain import Loaded, Loader, widens
 from arl_jax.weights.manifest import Manifest, Version
 from arl_jax.weights.owner import newest_term
 from arl_jax.weights.readers import Reader
@@ -136,7 +136,8 @@ class Subscriber:
     """Checks that arrays are, bit for bit, the version that is held.
 
     Args:
-      params: as `like`, in the dtypes that were published; on devices or not.
+      params: as `like`, in the dtypes that were published or wider ones; on
+        devices or not.
 
     Raises:
       ValueError: nothing is held, or a leaf is missing.
@@ -153,7 +154,8 @@ class Subscriber:
       dtype = manifest.dtype(held.manifest.tensors[name].dtype)
       for box, array in shards.held(leaves[name]).items():
         right = shards.assembled(box, parts, dtype)
-        same = array.dtype == dtype and array.shape == right.shape
+        same = array.shape == right.shape and widens(dtype, array.dtype)
+        right = right.astype(array.dtype, copy=False)
         if not same or (delta.words(array) != delta.words(right)).any():
           raise DamagedError(
             f"{name} isn't what version {held.manifest.version} has there"

@@ -294,6 +294,24 @@ def test_verify_names_what_is_not_held(tmp_path):
       reader.verify({"layer": params["layer"]})
 
 
+def test_what_was_widened_on_the_way_is_verified_too(tmp_path):
+  """A policy that computes in float32 takes weights rounded to bfloat16."""
+  wide = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), rounded(weights())
+  )
+  with publishing(tmp_path, 0):
+    reader = Subscriber(tmp_path, wide)
+    params = reader.fetch().params
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
+    reader.verify(params)
+    changed = np.nextafter(np.array(params["layer"]["experts"]), 9.0)
+    with pytest.raises(ValueError, match="layer/experts isn't what version 0"):
+      reader.verify(
+        {**params, "layer": {**params["layer"], "experts": changed}}
+      )
+    reader.close()
+
+
 def test_configuration_names_its_fields():
   from arl_jax.weights import WeightsConfig
 
