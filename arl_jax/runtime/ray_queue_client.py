@@ -24,6 +24,8 @@ from arl_jax.types import Group
 
 # For an answer, beyond what the queue may wait for something to tell.
 _TAKE_SECONDS, _ANSWER_SECONDS = 10.0, 120.0
+# What isn't worth waiting longer for: the learner goes on without.
+_GLANCE_SECONDS = 5.0
 # Between two tries to find a queue that is away.
 _AWAY_SECONDS = 0.5
 
@@ -65,11 +67,18 @@ class _Caller:
       return _Away(str(error).partition("\n")[0])
     return error
 
-  def pause(self, since: float, what: str, error: Exception) -> None:
+  def check(
+    self,
+    since: float,
+    what: str,
+    error: Exception,
+    patience: float | None = None,
+  ) -> None:
     """Raises TimeoutError once the queue was away for too long."""
-    if time.monotonic() - since > self.patience:
+    seconds = self.patience if patience is None else patience
+    if time.monotonic() - since > seconds:
       raise TimeoutError(
-        f"the group queue in Ray didn't {what} in {self.patience:g} s: {error}"
+        f"the group queue in Ray didn't {what} in {seconds:g} s: {error}"
       ) from error
 
 
@@ -80,6 +89,8 @@ class RayLearnerQueue:
     """Raises ValueError: Ray didn't start this process."""
     self._caller = _Caller(cluster.patience)
     self._lineage: str | None = None
+    # Since when takes find no queue; lasts over calls, which may be shorter.
+    self._away_since: float | None = None
 
   def __enter__(self) -> RayLearnerQueue:
     return self
@@ -105,15 +116,16 @@ class RayLearnerQueue:
       NotBegun: likewise if a group went with its node: what was open before is
         to be rolled out again.
     """
-    until, since = time.monotonic() + timeout, time.monotonic()
+    until = time.monotonic() + timeout
     what = f"give the groups of step {step}"
     while True:
       left = max(0.0, until - time.monotonic())
       try:
         batch = self._once("take", self._begun(), step, version, left)
-        since = time.monotonic()
+        self._away_since = None
       except _Away as error:
-        self._caller.pause(since, what, error)
+        self._away_since = self._away_since or time.monotonic()
+        self._caller.check(self._away_since, what, error)
         batch = None
         time.sleep(min(left, _AWAY_SECONDS))
       if batch is not None:
@@ -123,15 +135,20 @@ class RayLearnerQueue:
 
   def waiting(self) -> tuple[Group, ...]:
     """See `LearnerQueue.waiting`; raises NotBegun as `take`."""
-    return self._get(self._patiently("wait", "waiting", self._begun()))
+    what = "say what waits"
+    return self._get(
+      self._patiently(what, "waiting", self._begun(), patience=_GLANCE_SECONDS)
+    )
 
   def status(self) -> dict[str, Any]:
     """See `LearnerQueue.status`."""
-    return self._patiently("say its status", "status")
+    what = "say its status"
+    return self._patiently(what, "status", patience=_GLANCE_SECONDS)
 
   def roles(self) -> list[dict[str, Any]]:
     """See `LearnerQueue.roles`."""
-    return self._patiently("say who lives", "roles")
+    what = "say who lives"
+    return self._patiently(what, "roles", patience=_GLANCE_SECONDS)
 
   def _get(self, groups: Sequence[GroupReference]) -> tuple[Group, ...]:
     import ray
@@ -150,13 +167,15 @@ class RayLearnerQueue:
       raise NotBegun("this learner hasn't begun with the queue")
     return self._lineage
 
-  def _patiently(self, what: str, method: str, *values: Any) -> Any:
+  def _patiently(
+    self, what: str, method: str, *values: Any, patience: float | None = None
+  ) -> Any:
     since = time.monotonic()
     while True:
       try:
         return self._once(method, *values)
       except _Away as error:
-        self._caller.pause(since, what, error)
+        self._caller.check(since, what, error, patience)
         time.sleep(_AWAY_SECONDS)
 
   def _once(self, method: str, *values: Any) -> Any:
@@ -215,7 +234,7 @@ class RayActorQueue:
         try:
           return await self._patiently(what, "deliver", *values)
         except NotBegun as error:
-          self._caller.pause(since, what, error)
+          self._caller.check(since, what, error)
         await asyncio.sleep(_AWAY_SECONDS)
 
   async def _patiently(self, what: str, method: str, *values: Any) -> Any:
@@ -224,7 +243,7 @@ class RayActorQueue:
       try:
         return await self._once(method, *values)
       except _Away as error:
-        self._caller.pause(since, what, error)
+        self._caller.check(since, what, error)
       await asyncio.sleep(_AWAY_SECONDS)
 
   async def _once(self, method: str, *values: Any) -> Any:
