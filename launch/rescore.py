@@ -1,0 +1,115 @@
+"""Scores recorded groups again, by another reward.
+
+  python -m launch.rescore --run_dir=runs/one --out=runs/rescored \
+    --reward=my_package.my_rewards:my_reward
+
+What comes out is trained on with
+
+  python -m launch.train --mode=train_only --config.replay=runs/rescored
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import pathlib
+
+from absl import app, flags
+
+from arl_jax.observability.run_directory import write_atomically
+from arl_jax.types import Group, RewardFn, from_json, to_json
+from launch import command
+
+_RUN_DIR = flags.DEFINE_string("run_dir", "", "Of a run that recorded groups.")
+_OUT = flags.DEFINE_string("out", "", "Folder to write, which may not exist.")
+_REWARD = flags.DEFINE_string(
+  "reward", "", 'Function (task, episode) -> Reward, as "package.module:name".'
+)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
+  reward = _reward(_REWARD.value)
+  source, out = pathlib.Path(_RUN_DIR.value) / "groups", _out(_OUT.value)
+  paths = sorted(source.glob("*.jsonl"))
+  if not paths:
+    raise ValueError(
+      f"--run_dir={_RUN_DIR.value}: {source} holds no recorded groups; record"
+      " some with --config.rl.record_groups"
+    )
+  before: list[float] = []
+  after: list[float] = []
+  # All are scored before anything is written.
+  files = {}
+  for path in paths:
+    groups = [_group(path, line) for line in _lines(path)]
+    scored = [_rescored(group, reward) for group in groups]
+    before += [float(r) for group in groups for r in group.rewards]
+    after += [float(r) for group in scored for r in group.rewards]
+    files[path.name] = "".join(json.dumps(to_json(g)) + "\n" for g in scored)
+  (out / "groups").mkdir(parents=True)
+  for name, text in files.items():
+    write_atomically(out / "groups" / name, text)
+  print(
+    f"{len(after)} episodes: mean reward {math.fsum(before) / len(before):.4f}"
+    f" before, {math.fsum(after) / len(after):.4f} after"
+  )
+
+
+def _rescored(group: Group, reward: RewardFn) -> Group:
+  episodes = []
+  for episode in group.episodes:
+    found = reward(group.task, episode)
+    if not math.isfinite(found.total):
+      raise ValueError(
+        f"--reward gives {found.total} for rollout {episode.rollout_index} of"
+        f" group {group.group_id}; it must be finite"
+      )
+    episodes.append(dataclasses.replace(episode, reward=found))
+  return dataclasses.replace(group, episodes=tuple(episodes))
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+  return path.read_text("utf-8").splitlines()
+
+
+def _group(path: pathlib.Path, line: str) -> Group:
+  try:
+    group = from_json(json.loads(line))
+  except ValueError as error:
+    raise ValueError(f"{path} holds what is no group: {error}") from error
+  if not isinstance(group, Group):
+    raise ValueError(f"{path} holds what is no group")
+  return group
+
+
+def _out(name: str) -> pathlib.Path:
+  path = pathlib.Path(name)
+  if not name or path.exists():
+    raise ValueError(f"--out is {name!r}; name a folder that doesn't exist yet")
+  return path
+
+
+def _reward(name: str) -> RewardFn:
+  module, _, function = name.partition(":")
+  try:
+    found = getattr(importlib.import_module(module), function)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f"--reward is {name!r}, which can't be imported ({error}); it is like"
+      " my_package.my_rewards:my_reward"
+    ) from error
+  if not callable(found):
+    raise ValueError(f"--reward is {name!r}, which is no function")
+  return found
+
+
+def run() -> None:
+  app.run(lambda argv: command.guarded(main, argv))
+
+
+if __name__ == "__main__":
+  run()
