@@ -65,7 +65,12 @@ async def launch(runs: list[Run], program: str) -> None:
   asked = requirements(_REQUIREMENTS.value)
   local = _EXECUTOR.value == "local"
   kind: Any = xm_local.Local if local else xm_local.Kubernetes
-  spec = xm.Binary(program) if local else xm.Container(_IMAGE.value)
+  spec: Any = xm.Container(_IMAGE.value)
+  before: list[Any] = []
+  if local:
+    # A job is a command of a shell, which wouldn't hand on that it is to stop.
+    spec = xm.Binary("/bin/true")
+    before = [xm.ShellSafeArg("&& exec"), program]
   async with xm_local.create_experiment(_TITLE.value) as experiment:
     (executable,) = experiment.package([xm.Packageable(spec, kind.Spec())])
     units = []
@@ -75,7 +80,8 @@ async def launch(runs: list[Run], program: str) -> None:
       for name, arguments in started.items():
         needs = xm.JobRequirements(asked.get(name.partition("_")[0], {}))
         executor = kind(requirements=needs)
-        group[name] = xm.Job(executable, executor, name=name, args=arguments)
+        args = [*before, *arguments]
+        group[name] = xm.Job(executable, executor, name=name, args=args)
       units.append(await experiment.add(xm.JobGroup(**group)))
     if local:
       await asyncio.gather(*map(_follow, units))
