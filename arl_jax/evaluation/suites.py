@@ -10,7 +10,7 @@ from arl_jax.evaluation.statistics import (
   bootstrap_mean,
   bootstrap_ratio,
 )
-from arl_jax.types import Episode, Task
+from arl_jax.types import Episode, StopReason, Task
 
 # Metrics that are a part of the reward or lie beside it.
 _PARTS = {
@@ -24,7 +24,7 @@ _PARTS = {
 def score(
   tasks: Sequence[Task], episodes: Sequence[Episode], *, seed: int
 ) -> dict[str, Interval]:
-  """Metrics of search episodes, each with a bootstrap 95 % interval.
+  """Metrics of held-out episodes, each with a bootstrap 95 % interval.
 
   Args:
     tasks: [n].
@@ -32,24 +32,28 @@ def score(
     seed: of the bootstrap.
 
   Returns:
-    reward; final_answer_found, output_recall, output_precision and
-    trajectory_recall (0..1); turns; prune_accuracy (share of pruned chunks
-    that were irrelevant); malformed_call_rate (share of calls that could not
-    be executed as written); answered_rate; sampled_tokens.
+    reward; turns; answered_rate (share that ended with an answer);
+    sampled_tokens; malformed_call_rate (share of calls that could not be
+    executed as written). Of search also final_answer_found, output_recall,
+    output_precision and trajectory_recall (0..1), and prune_accuracy (share of
+    pruned chunks that were irrelevant).
   """
   rewards = [e.reward.total if e.reward else 0.0 for e in episodes]
   columns: dict[str, list[float]] = {"reward": rewards}
+  parts = [e.reward.parts if e.reward else {} for e in episodes]
   for name, part in _PARTS.items():
-    columns[name] = [e.reward.parts[part] if e.reward else 0 for e in episodes]
+    if any(part in p for p in parts):
+      columns[name] = [p.get(part, 0.0) for p in parts]
   columns["turns"] = [float(e.turns) for e in episodes]
   columns["answered_rate"] = [
-    float(e.outcome["answer"] is not None) for e in episodes
+    float(e.stop_reason is StopReason.ANSWERED) for e in episodes
   ]
   columns["sampled_tokens"] = [float(e.trained_tokens) for e in episodes]
   result = {k: bootstrap_mean(v, seed=seed) for k, v in columns.items()}
-  pruned = [len(e.outcome["pruned"]) for e in episodes]
-  right = [_pruned_right(t, e) for t, e in zip(tasks, episodes, strict=True)]
-  result["prune_accuracy"] = bootstrap_ratio(right, pruned, seed=seed)
+  if any("pruned" in e.outcome for e in episodes):
+    pruned = [len(e.outcome["pruned"]) for e in episodes]
+    right = [_pruned_right(t, e) for t, e in zip(tasks, episodes, strict=True)]
+    result["prune_accuracy"] = bootstrap_ratio(right, pruned, seed=seed)
   malformed = [_count(e, "malformed_call") for e in episodes]
   wellformed = [
     _count(e, "tool_call") + _count(e, "refused_call") for e in episodes

@@ -20,7 +20,7 @@ def episode(reward=0.0, kinds=(), pruned=(), answer=None, turns=1, **parts):
     rollout_index=0,
     segments=(),
     events=tuple(Event(turn=0, kind=kind) for kind in kinds),
-    stop_reason=StopReason.ANSWERED,
+    stop_reason=StopReason.ANSWERED if answer else StopReason.TURN_LIMIT,
     outcome={"answer": answer, "pruned": list(pruned)},
     turns=turns,
     reward=Reward(total=reward, parts=dict.fromkeys(PARTS, 0.0) | parts),
@@ -55,6 +55,26 @@ def test_promised_metrics_are_there_with_intervals_around_the_mean():
   }  # fmt: skip
   value, low, high = result["reward"].to_json()
   assert low < value < high
+
+
+def test_episodes_of_another_problem_have_what_all_have():
+  other = Episode(
+    task_id="t",
+    rollout_index=0,
+    segments=(),
+    events=(Event(turn=0, kind="tool_call"),),
+    stop_reason=StopReason.ANSWERED,
+    outcome={"tests_passed": 3},
+    turns=2,
+    reward=Reward(total=0.75, parts={"passed": 0.75}),
+  )
+  result = suites.score([task()] * 2, [other] * 2, seed=0)
+  assert set(result) == {
+    *("reward", "turns", "answered_rate", "sampled_tokens"),
+    "malformed_call_rate",
+  }
+  assert mean(result["reward"]) == pytest.approx(0.75)
+  assert mean(result["answered_rate"]) == 1.0
 
 
 def test_rates_are_ratios_of_sums_not_means_of_ratios():

@@ -137,7 +137,7 @@ def kill_once_there(process, name, run_dir, at_step):
     if lines and lines[-1]["step"] >= at_step and pid is not None:
       os.kill(pid, signal.SIGKILL)
       return pid
-    time.sleep(0.05)
+    time.sleep(0.2)
 
 
 def check_trained_once(run_dir):
@@ -221,7 +221,7 @@ def test_an_interrupted_run_commits_and_goes_on(folder, config):
     while len(rl_lines(run_dir)) < 3:
       assert process.poll() is None, process.communicate()[0][-5000:]
       assert time.monotonic() < deadline
-      time.sleep(0.05)
+      time.sleep(0.2)
     process.terminate()
     out, _ = process.communicate(timeout=SECONDS)
   finally:
