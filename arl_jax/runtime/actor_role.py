@@ -98,7 +98,7 @@ async def _serve(
         patience=cluster.patience,
       )
     )
-    queue = await stack.enter_async_context(actor_queue(cluster, index))
+    queue: Queue = await stack.enter_async_context(actor_queue(cluster, index))
     environments: Environments
     if cluster.environment_workers:
       pool = EnvironmentPool(config, digests=problem.digests())
@@ -221,6 +221,9 @@ class Actor:
         # A queue that was started anew doesn't know who is at work.
         if lease not in self._held:
           self._begin(lease, work)
+          # One group after the other gets going: thousands of connections at
+          # once would time out.
+          await asyncio.sleep(0)
       # Having nothing to do is no stall.
       self._signs.progress()
 

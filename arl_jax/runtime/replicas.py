@@ -25,9 +25,10 @@ _LEAVE_SECONDS = 20.0
 # ... and begins no group for so long.
 _AVOID_SECONDS = 30.0
 # Seconds that closing a session may take: a replica that is gone holds nothing.
-_CLOSE_SECONDS = 3.0
-# Requests of one connection pool, whose work grows with their square.
-_POOL_REQUESTS = 128
+_CLOSE_SECONDS = 10.0
+# Requests of one connection pool: for each, httpcore compares all idle
+# connections with each other.
+_POOL_REQUESTS = 8
 _AWAY = (Unavailable, Overloaded, httpx.TransportError)
 
 
@@ -60,7 +61,7 @@ class Replicas:
         "cluster.replicas is empty; it must be the servers' addresses"
       )
     self.urls, self.patience = tuple(urls), patience
-    pools = math.ceil(requests / _POOL_REQUESTS)
+    pools = math.ceil(requests / len(urls) / _POOL_REQUESTS)
     self._clients = [
       [
         RemoteClient(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import random
 import socket
+import ssl
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -84,7 +86,7 @@ class RemoteClient:
       headers={"authorization": f"Bearer {token}"} if token else {},
       timeout=httpx.Timeout(timeout + _GRACE_SECONDS, connect=_CONNECT_SECONDS),
       transport=httpx.AsyncHTTPTransport(
-        limits=limits, socket_options=_keep_alive()
+        verify=_certificates(), limits=limits, socket_options=_keep_alive()
       ),
     )
 
@@ -178,6 +180,12 @@ class RemoteClient:
       # Apart from each other, or all come back at once.
       await asyncio.sleep(wait * random.uniform(0.5, 1.0))
       wait = min(2 * wait, _WAITS[1])
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+  """Shared, as reading them takes long."""
+  return httpx.create_ssl_context()
 
 
 def _keep_alive() -> list[tuple[int, int, int]]:

