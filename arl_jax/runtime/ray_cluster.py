@@ -283,19 +283,18 @@ class RayProcesses:
     import ray
 
     limit = time.monotonic() + self.cluster.patience
-    for (role, index), handle in self._ready.items():
-      while (role, index) not in self.places:
-        try:
-          handle.find_place()
-        except ray.exceptions.RayError as error:
-          raise OSError(
-            f"{role}-{index} can't be started with Ray: {error}"
-          ) from error
-        if time.monotonic() > limit:
-          raise TimeoutError(
-            f"waited {self.cluster.patience:.0f} s: {self.no_room(handle)}"
-          )
-        time.sleep(0.05)
+    waiting = list(self._ready.values())
+    while waiting:
+      try:
+        waiting = [handle for handle in waiting if not handle.find_place()]
+      except ray.exceptions.RayError as error:
+        raise OSError(
+          f"a process can't be started with Ray: {error}"
+        ) from error
+      if waiting and time.monotonic() > limit:
+        reasons = "; ".join(self.no_room(handle) for handle in waiting)
+        raise TimeoutError(f"waited {self.cluster.patience:.0f} s: {reasons}")
+      time.sleep(0.05)
     self._set_addresses()
 
   def no_room(self, handle: RayHandle) -> str:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from arl_jax.runtime import actor_config, ray_queue
 from arl_jax.runtime.actor import Interrupted
-from arl_jax.runtime.group_queue import NotBegun
 from arl_jax.runtime.queue_service import address
 
 # Below the ports that the system gives to connections.
@@ -98,10 +97,14 @@ class RoleHost:
     return self._host.hand_over(key)
 
   async def call(self, method: str, *values: Any) -> Any:
-    """What the queue says (see `RayQueueService`); only of its process."""
+    """What the queue says (see `RayQueueService`); only of its process.
+
+    Raises:
+      Starting: it is too early.
+    """
     service, loop = self._service, self._loop
     if service is None or loop is None:
-      raise NotBegun("the queue's process is just starting")
+      raise ray_queue.Starting
     answer = getattr(service, method)(*values)
     return await asyncio.wrap_future(
       asyncio.run_coroutine_threadsafe(answer, loop)

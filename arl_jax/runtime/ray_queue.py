@@ -30,6 +30,10 @@ _TAKE_SECONDS, _LEASE_SECONDS = 10.0, 3.0
 _STORE_SECONDS = 120.0
 
 
+class Starting(Exception):
+  """The queue's process is there, but not its queue."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReference(Group):
   """A group without its texts and most tokens, and where all of it is.

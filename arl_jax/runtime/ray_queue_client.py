@@ -16,6 +16,7 @@ from arl_jax.runtime.group_queue import Batch, Lease, NotBegun, Start
 from arl_jax.runtime.ray_queue import (
   QUEUE,
   GroupReference,
+  Starting,
   get_host,
   outline,
   whole,
@@ -61,7 +62,9 @@ class _Caller:
     """What a failed call means."""
     errors = self._ray.exceptions
     if isinstance(error, errors.RayTaskError):
-      return error.cause
+      error = error.cause
+    if isinstance(error, Starting):
+      return _Away("it is just starting")
     if isinstance(error, errors.RayActorError | TimeoutError | _Away):
       self._queue = None
       return _Away(str(error).partition("\n")[0])

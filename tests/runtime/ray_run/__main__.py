@@ -1,4 +1,4 @@
-"""Supervises small processes: python -m tests.runtime.ray_run JSON."""
+"""Supervises small processes: python -m tests.runtime.ray_run FOLDER JSON."""
 
 import json
 import sys
@@ -18,9 +18,11 @@ MODULES = {
 def main() -> int:
   should_stop = command.stop_on_signals("stopping all")
   config = ActorConfig()
-  for name, value in json.loads(sys.argv[1]).items():
-    owner = config.cluster.ray if name in ("address", "server") else None
-    setattr(owner or config.cluster, name, value)
+  config.corpus.path = sys.argv[1]
+  for name, value in json.loads(sys.argv[2]).items():
+    is_of_ray = hasattr(config.cluster.ray, name)
+    owner = config.cluster.ray if is_of_ray else config.cluster
+    setattr(owner, name, value)
   config.cluster.validate()
   with (
     RayProcesses(config, MODULES) as processes,
@@ -30,7 +32,7 @@ def main() -> int:
       processes,
       config.cluster,
       signs,
-      opened=(world.FOLDER / "steps").exists,
+      opened=(world.folder(config) / "steps").exists,
       should_stop=should_stop,
     )
     return supervisor.run()

@@ -14,7 +14,7 @@ TOKENS = 1_000_000
 
 
 def run(config, index, should_stop) -> None:
-  world.started(f"actor-{index}", f"jax={'jax' in sys.modules}")
+  world.started(config, f"actor-{index}", f"jax={'jax' in sys.modules}")
   asyncio.run(_work(config, index, should_stop))
 
 
@@ -25,7 +25,7 @@ async def _work(config, index, should_stop) -> None:
         for lease in await queue.lease(1):
           assert await queue.renew([lease]) == []
           fate = await queue.deliver(lease, make_group(lease))
-          world.started(f"delivered-{lease.number}", fate)
+          world.started(config, f"delivered-{lease.number}", fate)
         heart.progress()
 
 

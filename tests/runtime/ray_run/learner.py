@@ -14,8 +14,8 @@ STEPS, PER_STEP = 8, 2
 
 
 def run(config, index, should_stop, *, resume, overwrite, fall_back) -> None:
-  world.started("learner-0", *(["resume"] if resume else []))
-  path, steps = world.FOLDER / "steps", []
+  world.started(config, "learner-0", *(["resume"] if resume else []))
+  path, steps = world.folder(config) / "steps", []
   if path.exists():
     steps = [json.loads(line) for line in path.read_text().splitlines()]
   ledger = steps[-1]["ledger"] if steps else None
@@ -37,10 +37,13 @@ def run(config, index, should_stop, *, resume, overwrite, fall_back) -> None:
     learner_queue(config.cluster) as queue,
   ):
     queue.begin(Start(**start, version=len(steps), ledger=ledger))
+    (pid,) = (r["pid"] for r in queue.roles() if r["role"] == "queue")
+    world.started(config, "queue-0", str(pid))
     while len(steps) < STEPS:
       if should_stop():
         raise Interrupted
-      while (world.FOLDER / "hold").exists() and not should_stop():
+      held = world.folder(config) / f"hold-{len(steps)}"
+      while held.exists() and not should_stop():
         heart.progress()
         time.sleep(0.05)
       try:
@@ -60,5 +63,6 @@ def run(config, index, should_stop, *, resume, overwrite, fall_back) -> None:
       with open(path, "a") as file:
         file.write(json.dumps(steps[-1]) + "\n")
     kind = type(queue).__name__
-    assert "actor" in {role["role"] for role in queue.roles()}
-    (world.FOLDER / "learned").write_text(f"{kind} {queue.status()['state']}")
+    (world.folder(config) / "learned").write_text(
+      f"{kind} {queue.status()['state']}"
+    )

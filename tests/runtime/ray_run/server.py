@@ -7,7 +7,7 @@ from tests.runtime.ray_run import world
 
 
 def run(config, index, should_stop) -> None:
-  world.started(f"server-{index}", config.cluster.replica_urls[index])
+  world.started(config, f"server-{index}", config.cluster.replica_urls[index])
   with Heartbeat(config.cluster, "server", index) as heart:
     while not should_stop():
       heart.progress()

@@ -3,10 +3,13 @@
 import os
 import pathlib
 
-FOLDER = pathlib.Path(os.environ.get("RAY_RUN", "."))
+
+def folder(config) -> pathlib.Path:
+  """Where a run's files are; environment variables don't reach its nodes."""
+  return pathlib.Path(config.corpus.path)
 
 
-def started(name: str, *words: str) -> None:
-  """A line "name pid words" in the file `starts`."""
-  with open(FOLDER / "starts", "a") as file:
+def started(config, name: str, *words: str) -> None:
+  """A line "name pid words" in the file `starts`, at once."""
+  with open(folder(config) / "starts", "a") as file:
     file.write(" ".join([name, str(os.getpid()), *words]) + "\n")
