@@ -85,11 +85,10 @@ def recorded(run_dir):
   }
 
 
-def ledger(run_dir):
+def newest_commit(run_dir):
   commits = [p for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()]
   newest = max(commits, key=lambda p: int(p.name))
-  commit = json.loads((newest / "commit.json").read_text())["arl_jax_commit"]
-  return commit["record"]["ledger"]
+  return json.loads((newest / "commit.json").read_text())["arl_jax_commit"]
 
 
 def commands():
@@ -151,7 +150,7 @@ def check_trained_once(run_dir):
   epochs = [n // TASKS for n in numbers]
   pairs = {*zip(epochs, tasks, strict=True)}
   assert len(pairs) == len(ids)
-  state = ledger(run_dir)
+  state = newest_commit(run_dir)["record"]["ledger"]
   left = {number for number, *_ in state["open"]}
   assert left | {*numbers} == {*range(state["source"]["drawn"])}
   assert not left & {*numbers}
@@ -211,6 +210,33 @@ def test_strictly_on_policy_it_gives_the_numbers_of_one_process(folder, config):
   for a, b in zip(rl_lines(alone), rl_lines(together), strict=True):
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
     assert b["staleness_max"] == 0
+  # What was recorded leads to the same bits again.
+  replayed = folder / "replayed"
+  mode = ("--mode=train_only", f"--config.replay={alone}")
+  ended(launch(folder, config, replayed, *mode))
+  assert newest_commit(replayed)["leaves"] == newest_commit(alone)["leaves"]
+
+
+def test_rollouts_alone_are_recorded_and_nothing_learned(folder, config):
+  run_dir = folder / "rollouts"
+  flags = ("--mode=rollout_only", "--config.rl.steps=3")
+  ended(launch(folder, config, run_dir, *flags))
+  groups = recorded(run_dir)
+  assert [len(groups[step]) for step in (1, 2, 3)] == [3, 3, 3]
+  lines = rl_lines(run_dir)
+  assert len(lines) == 3
+  assert all("loss" not in line and "reward" in line for line in lines)
+  tokens = [
+    version
+    for step in groups.values()
+    for group in step
+    for episode in group["episodes"]
+    for segment in episode["segments"]
+    for version in segment["policy_version"]
+  ]
+  # The version that the warm start ended in.
+  assert {*tokens} == {-1, 1}
+  assert (run_dir / "report.html").exists()
 
 
 def test_an_interrupted_run_commits_and_goes_on(folder, config):

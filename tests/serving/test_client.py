@@ -17,7 +17,13 @@ from arl_jax.serving.client import RemoteClient, read_sample
 from arl_jax.serving.stream import Unavailable
 from arl_jax.types import PolicyClient
 from tests.rollout.fake_engine import FakeEngine, Params, alone
-from tests.serving.http_serving import EchoEngine, idle, serving, wait_until
+from tests.serving.http_serving import (
+  EchoEngine,
+  idle,
+  serving,
+  tokenizer,
+  wait_until,
+)
 
 
 class HashEngine(FakeEngine):
@@ -210,3 +216,48 @@ def test_it_needs_no_jax():
     "sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'uvicorn')))"
   )
   assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class TestWeightsOfARequest:
+  """A request may wait for the weights that it must be computed by."""
+
+  def test_until_they_are_there_it_is_sent_again(self):
+    async def run(served):
+      async with RemoteClient(served.url, patience=30) as client:
+        asking = asyncio.create_task(
+          client.sample(
+            "s",
+            tokenizer().encode("say:<version>"),
+            max_tokens=20,
+            stop_ids=(257,),
+            seed=0,
+            lineage="new",
+            min_version=3,
+          )
+        )
+        for lineage, number in (("old", 9), ("new", 2), ("new", 3)):
+          await asyncio.sleep(0.5)
+          assert not asking.done()
+          await served.service.update_weights(
+            Params(number), number, abandon=True, lineage=lineage
+          )
+        sample = await asking
+        assert client.retries > 0
+        return sample
+
+    with serving() as served:
+      sample = asyncio.run(run(served))
+    assert set(sample.versions.tolist()) == {3}
+
+  def test_a_server_without_them_says_what_it_has(self):
+    async def run(served):
+      async with RemoteClient(served.url, patience=0.2) as client:
+        await client.sample(
+          "s", [1, 2], max_tokens=4, stop_ids=(257,), seed=0, lineage="other"
+        )
+
+    with (
+      serving() as served,
+      pytest.raises(Unavailable, match="lineage '', not of 'other' yet"),
+    ):
+      asyncio.run(run(served))
