@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from arl_jax.evaluation import suites
 from arl_jax.evaluation.experiment import run_experiment
+from arl_jax.observability import provenance
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.heartbeat import Heartbeat
+from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.problem import make_problem
 from arl_jax.runtime.queue_groups import QueueGroups
 from arl_jax.runtime.transport import learner_queue
@@ -39,9 +43,10 @@ def run(
 
   Args:
     config: resolved.
-    index: 0: there is one learner.
+    index: of the process, of `cluster.learners`.
     should_stop: asked between updates and episodes.
-    resume: goes on with the run in the folder.
+    resume: goes on with the run in the folder; what this and the next two are
+      for the first process counts.
     overwrite: empties the folder first.
     fall_back: an earlier commit will do if the newest is damaged.
 
@@ -50,17 +55,21 @@ def run(
     Interrupted: stopped, after a commit.
     TimeoutError: no groups came in time.
   """
-  if index:
-    raise ValueError(f"--index is {index}, but a run has one learner, 0")
-  with Progress() as progress:
+  with contextlib.ExitStack() as stack:
+    shown = None
+    if index:
+      shown = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+    progress = stack.enter_context(Progress(shown))
     text = train(
       config,
       progress,
       should_stop,
+      index=index,
       mode=open_mode(resume, overwrite),
       fall_back=fall_back,
     )
-  print(text)
+  if not index:
+    print(text)
 
 
 def train(
@@ -68,6 +77,7 @@ def train(
   progress: Progress,
   should_stop: Callable[[], bool],
   *,
+  index: int = 0,
   mode: Mode,
   fall_back: bool,
 ) -> str:
@@ -75,26 +85,36 @@ def train(
   with contextlib.ExitStack() as stack:
     heartbeat = None
     if config.cluster.actors:
-      heartbeat = stack.enter_context(Heartbeat(config.cluster, "learner", 0))
+      heartbeat = Heartbeat(config.cluster, "learner", index)
+      stack.enter_context(heartbeat)
+    hosts = LearnerHosts(
+      config.cluster,
+      index,
+      on_wait=heartbeat.progress if heartbeat is not None else lambda: None,
+    )
+    # Before anything else asks for the devices.
+    stack.enter_context(hosts)
     progress.phase("corpus and tasks", 1)
     # Before the folder is touched: what can't be used costs nothing.
     config.learner.mesh.make()
     problem = make_problem(config)
     progress.update(1, tasks=len(problem.train))
-    source = None
-    if heartbeat is not None:
+    should_stop, source = _watched(should_stop, heartbeat, hosts), None
+    if heartbeat is not None and hosts.first:
       heartbeat.progress()
       queue = learner_queue(config.cluster)
       stack.enter_context(queue)
       source = QueueGroups(config, problem, queue, heartbeat, should_stop)
-    folder = stack.enter_context(open_run(config, problem.digests(), mode))
+    digests = problem.digests()
+    folder, fall_back = _opened(config, digests, mode, fall_back, hosts, stack)
     summary = run_experiment(
       config,
       problem,
       folder,
       progress,
       source=source,
-      should_stop=_watched(should_stop, heartbeat),
+      hosts=hosts,
+      should_stop=should_stop,
       fall_back=fall_back,
     )
   table = suites.table(summary) if "after" in summary else ""
@@ -102,16 +122,56 @@ def train(
 
 
 def _watched(
-  should_stop: Callable[[], bool], heartbeat: Heartbeat | None
+  should_stop: Callable[[], bool],
+  heartbeat: Heartbeat | None,
+  hosts: LearnerHosts,
 ) -> Callable[[], bool]:
   """The same; whoever asks gets on with the work."""
 
   def asked() -> bool:
     if heartbeat is not None:
       heartbeat.progress()
+    hosts.progress()
     return should_stop()
 
   return asked
+
+
+def _opened(
+  config: Config,
+  digests: dict[str, str],
+  mode: Mode,
+  fall_back: bool,
+  hosts: LearnerHosts,
+  stack: contextlib.ExitStack,
+) -> tuple[RunDirectory | RunFolder, bool]:
+  """The run's folder, and whether an earlier commit will do.
+
+  Raises:
+    ValueError: the first process has another configuration, or other data.
+  """
+  opened: list[RunDirectory] = []
+  given = provenance.plain(dataclasses.asdict(config))
+  # Not what each host has in its own way.
+  del given["cluster"]
+
+  def open_first() -> dict[str, Any]:
+    run = stack.enter_context(open_run(config, digests, mode))
+    opened.append(run)
+    how = {"resumed": run.resumed, "fall_back": fall_back}
+    return {**how, "made": {"config": given, "data": digests}}
+
+  said = hosts.told(open_first)
+  if hosts.first:
+    return opened[0], fall_back
+  there, here = said["made"], {"config": given, "data": digests}
+  if fields := provenance.differences(there, here):
+    raise ValueError(
+      f"learner {hosts.index} isn't started as learner 0 is:"
+      f" {provenance.describe(there, here, fields)}"
+    )
+  run_dir = pathlib.Path(config.run_dir)
+  return RunFolder(run_dir, said["resumed"]), said["fall_back"]
 
 
 def open_mode(resume: bool, overwrite: bool) -> Mode:

@@ -75,6 +75,10 @@ def _ray(
   # Few have Ray.
   from arl_jax.runtime.ray_cluster import RayProcesses, RaySigns
 
+  if config.cluster.learners > 1:
+    raise ValueError(
+      f"cluster.learners is {config.cluster.learners}; with Ray it must be 1"
+    )
   processes = RayProcesses(config, ROLES, learner_flags=learner_flags)
   stack.enter_context(processes)
   return processes, stack.enter_context(RaySigns(config.cluster))
@@ -125,6 +129,11 @@ def become(
     raise ValueError(
       f"cluster.replicas has {len(cluster.replica_urls)} addresses for"
       f" cluster.servers {cluster.servers}; --role={role} needs all of them"
+    )
+  if role == "learner" and cluster.learners > 1 and not cluster.coordinator:
+    raise ValueError(
+      "cluster.coordinator is empty; --role=learner needs the address of the"
+      " first learner's host, such as 10.0.0.8:7001"
     )
   if (role, index) not in processes_of(cluster):
     count = sum(r == role for r, _ in processes_of(cluster))

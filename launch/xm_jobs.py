@@ -12,8 +12,8 @@ from arl_jax.runtime.supervisor import processes_of
 from arl_jax.serving.config import is_loopback
 
 _ROLES = ("queue", "learner", "server", "actor", "evaluator")
-# Of queue and servers that have a machine each.
-_PORT = 7000
+# Of queue and servers, and of the learner, that have a machine each.
+_PORT, _COORDINATOR_PORT = 7000, 7001
 
 
 class Run(NamedTuple):
@@ -114,6 +114,9 @@ def jobs(
     names = ["queue-0", *(f"server-{i}" for i in range(cluster.servers))]
     urls = [f"http://{domain.format(name)}:{_PORT}" for name in names]
     cluster.queue, cluster.replicas = urls[0], ",".join(urls[1:])
+    if cluster.learners > 1:
+      first = domain.format("learner-0")
+      cluster.coordinator = f"{first}:{_COORDINATOR_PORT}"
   else:
     assign_addresses(cluster)
   shared = [
@@ -121,6 +124,8 @@ def jobs(
     f"--config.cluster.queue={cluster.queue}",
     f"--config.cluster.replicas={cluster.replicas}",
   ]
+  if cluster.learners > 1:
+    shared.append(f"--config.cluster.coordinator={cluster.coordinator}")
   return {
     f"{role}_{index}": [
       *(*shared, f"--role={role}", f"--index={index}"),

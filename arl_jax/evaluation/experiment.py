@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import GroupSource
+from arl_jax.runtime.learner_hosts import NOTHING, LearnerHosts, RunFolder
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.trainer import Trainer
 from arl_jax.types import Episode, Group, from_json, to_json
@@ -23,10 +25,11 @@ Summary = dict[str, Any]
 def run_experiment(
   config: Config,
   problem: Problem,
-  run: RunDirectory,
+  run: RunDirectory | RunFolder,
   progress: Progress,
   *,
   source: GroupSource | None = None,
+  hosts: LearnerHosts | None = None,
   should_stop: Callable[[], bool],
   fall_back: bool = False,
 ) -> Summary:
@@ -38,6 +41,7 @@ def run_experiment(
     run: where everything is written.
     progress: where it is shown.
     source: of groups, see `Trainer`.
+    hosts: the learner's processes, likewise.
     should_stop: asked between updates and episodes.
     fall_back: an earlier commit will do if the newest is damaged.
 
@@ -45,7 +49,7 @@ def run_experiment(
     The summary: {"before" and "after": {metric: [mean, low, high]}, "seconds":
     {phase: number}, "tokens_per_second": {role: number}}, without the first
     two in modes that don't learn; also written as `summary.json`, beside
-    `trajectories.jsonl` and `report.html`.
+    `trajectories.jsonl` and `report.html`. All processes get it.
 
   Raises:
     Interrupted: stopped, after a commit.
@@ -57,6 +61,7 @@ def run_experiment(
     run,
     progress,
     source=source,
+    hosts=hosts,
     should_stop=should_stop,
     fall_back=fall_back,
   )
@@ -68,17 +73,30 @@ def run_experiment(
   learns = config.mode in ("train", "train_only")
   try:
     trainer.warm_start()
-    before = _evaluate(trainer, run, f"before/{warm}") if learns else []
+    before = _evaluated(trainer, run, f"before/{warm}") if learns else []
     trainer.reinforce()
-    after = _evaluate(trainer, run, f"after/{total}") if learns else []
+    after = _evaluated(trainer, run, f"after/{total}") if learns else []
   finally:
     trainer.close()
+  summarise = functools.partial(_summarise, trainer, run, before, after)
+  return trainer.hosts.told(summarise)
+
+
+def _summarise(
+  trainer: Trainer,
+  run: RunDirectory | RunFolder,
+  before: Sequence[Episode],
+  after: Sequence[Episode],
+) -> Summary:
+  """Writes summary and report."""
+  assert isinstance(run, RunDirectory)
+  problem = trainer.problem
   summary: Summary = {
     "seconds": _seconds(run) | trainer.position.rounded_seconds,
     "tokens_per_second": _rates(trainer.position.tokens),
   }
-  if learns:
-    seed = config.evaluation_seed
+  if before and after:
+    seed = trainer.config.evaluation_seed
     difference = paired_difference(_rewards(before), _rewards(after), seed=seed)
     summary |= {
       "before": _scores(problem, before, seed),
@@ -88,6 +106,19 @@ def run_experiment(
   run.write_json("summary.json", summary)
   report(run.path, problem.renderer.tokenizer.piece)
   return summary
+
+
+def _evaluated(
+  trainer: Trainer, run: RunDirectory | RunFolder, name: str
+) -> list[Episode]:
+  """Held-out episodes, in the first process; none elsewhere."""
+
+  def evaluate() -> list[Episode]:
+    assert isinstance(run, RunDirectory)
+    return _evaluate(trainer, run, name)
+
+  with trainer.sampling():
+    return trainer.told(evaluate, NOTHING) or []
 
 
 def _evaluate(trainer: Trainer, run: RunDirectory, name: str) -> list[Episode]:

@@ -17,6 +17,7 @@ class ClusterConfig:
 
   Attributes:
     actors: processes that run episodes; 0 for a run in one process.
+    learners: processes of the learner, each with the accelerators of one host.
     servers: replicas that sample for them.
     evaluators: processes that score versions on held-out tasks, 0 or 1.
     environment_workers: processes of each actor that environments and rewards
@@ -25,6 +26,8 @@ class ClusterConfig:
     queue: address of the group queue, as "http://10.0.0.7:7000". Empty where
       one machine runs all roles: they get free ports then.
     replicas: addresses of the servers, separated by commas; empty likewise.
+    coordinator: where the learner's first process has the others find it, as
+      "10.0.0.8:7001"; empty likewise, or if there is one.
     host: address that a role listens on.
     token_file: holds the bearer token of queue and servers; empty asks for
       none, which only a loopback address may do.
@@ -41,12 +44,14 @@ class ClusterConfig:
   """
 
   actors: int = 0
+  learners: int = 1
   servers: int = 1
   evaluators: int = 0
   environment_workers: int = 0
   episodes: int = 64
   queue: str = ""
   replicas: str = ""
+  coordinator: str = ""
   host: str = "127.0.0.1"
   token_file: str = ""
   beat_seconds: float = 2.0
@@ -67,6 +72,7 @@ class ClusterConfig:
     self.ray.validate()
     for name, low, high in (
       ("actors", 0, math.inf),
+      ("learners", 1, math.inf),
       ("servers", 1, math.inf),
       ("evaluators", 0, 1),
       ("environment_workers", 0, math.inf),
@@ -102,8 +108,27 @@ class ClusterConfig:
           f"cluster.{name} has {url!r}; an address begins with http:// or"
           " https://"
         )
+    self._validate_coordinator()
     if not self.token_file and not is_loopback(self.host):
       raise ValueError(
         f"cluster.host is {self.host!r}, which others can reach; set"
         " cluster.token_file, so that not everybody may use queue and servers"
+      )
+
+  def _validate_coordinator(self) -> None:
+    if self.learners > 1 and not self.actors:
+      raise ValueError(
+        f"cluster.learners is {self.learners}, but without cluster.actors a run"
+        " is one process; it must be 1"
+      )
+    if not self.coordinator:
+      return
+    try:
+      url = urllib.parse.urlsplit(f"//{self.coordinator}")
+      whole = bool(url.hostname and url.port and url.netloc == self.coordinator)
+    except ValueError:
+      whole = False
+    if not whole:
+      raise ValueError(
+        f"cluster.coordinator is {self.coordinator!r}, not like 10.0.0.8:7001"
       )

@@ -28,8 +28,8 @@ class LocalProcesses:
 
   Each process leads a session of its own, so that Ctrl-C reaches the supervisor
   alone, and holds the end of a pipe, by which it learns that the supervisor is
-  gone. The learner prints where the supervisor does; each other process appends
-  to a file of its own.
+  gone. The learner's first process prints where the supervisor does; each other
+  process appends to a file of its own.
   """
 
   def __init__(
@@ -58,7 +58,8 @@ class LocalProcesses:
       *(f"--role={role}", f"--index={index}"),
       *(f"--config_json={self._config_json}", "--supervised"),
     ]
-    if role == "learner":
+    # The others hear from the first how it opened the run.
+    if (role, index) == ("learner", 0):
       flags = self._learner_flags
       if resume:
         flags = ("--resume", *(f for f in flags if f == "--fall_back"))
@@ -138,7 +139,7 @@ class LocalHandle:
 
 
 def assign_addresses(cluster: ClusterConfig) -> None:
-  """Gives the queue and the servers of one machine free ports, if need be.
+  """Gives those of one machine who listen free ports, if need be.
 
   Raises:
     ValueError: there are addresses, but not one for each server.
@@ -151,11 +152,15 @@ def assign_addresses(cluster: ClusterConfig) -> None:
       f" {cluster.servers}; give one for each, or none"
     )
   host = cluster.host if is_loopback(cluster.host) else "127.0.0.1"
+  coordinated = cluster.learners > 1 and not cluster.coordinator
   count = (0 if cluster.queue else 1) + (0 if urls else cluster.servers)
+  count += coordinated
   ports = _free_ports(host, count)
   base = f"http://[{host}]" if ":" in host else f"http://{host}"
   if not cluster.queue:
     cluster.queue = f"{base}:{ports.pop()}"
+  if coordinated:
+    cluster.coordinator = f"{base.removeprefix('http://')}:{ports.pop()}"
   if not urls:
     cluster.replicas = ",".join(f"{base}:{port}" for port in ports)
 

@@ -49,8 +49,8 @@ class Processes(Protocol):
     Args:
       role: "queue", "learner", "server", "actor" or "evaluator".
       index: of the process among those of its role.
-      resume: only for the learner: go on with the run in its folder, rather
-        than what the user asked for.
+      resume: only for the first learner: go on with the run in its folder,
+        rather than what the user asked for.
 
     Raises:
       OSError: it can't be started.
@@ -120,7 +120,7 @@ def processes_of(cluster: ClusterConfig) -> list[tuple[str, int]]:
   """Role and index of each process of a run, in the order of starts."""
   counts = {
     "queue": 1,
-    "learner": 1,
+    "learner": cluster.learners,
     "server": cluster.servers,
     "actor": cluster.actors,
     "evaluator": cluster.evaluators,
@@ -169,7 +169,9 @@ class Supervisor:
     self._opened, self._should_stop = opened, should_stop
     self._say, self._clock, self._sleep = say, clock, sleep
     self._all = [_Process(role, i) for role, i in processes_of(cluster)]
-    (self._learner,) = (p for p in self._all if p.role == "learner")
+    # One job; the run ends as the first of them does.
+    self._learners = [p for p in self._all if p.role == "learner"]
+    self._learner = self._learners[0]
     # Since when the queue answers without a gap, None while it doesn't.
     self._answers_since: float | None = None
     self._next_look = 0.0
@@ -189,11 +191,11 @@ class Supervisor:
     except _GivenUp as error:
       self._say(f"error: {error}")
       # A learner that can still commit does.
-      self._stop((self._learner,), self._cluster.stall_seconds)
+      self._stop(self._learners, self._cluster.stall_seconds)
       self._stop_others()
       code = error.code
     finally:
-      self._kill_all()
+      self._kill(self._all)
     return code
 
   def _supervise(self) -> int:
@@ -203,14 +205,16 @@ class Supervisor:
         code = self._tend(process)
         if code is None:
           continue
-        if process is self._learner and code in (0, _INTERRUPTED):
-          return code
+        if process.role == "learner" and code in (0, _INTERRUPTED):
+          if process is self._learner:
+            return code
+          continue  # As the first one will.
         self._ended(process, code)
       if self._clock() >= self._next_look:
         self._look()
         self._next_look = self._clock() + self._cluster.beat_seconds
       self._sleep(_POLL_SECONDS)
-    self._stop((self._learner,), self._cluster.stall_seconds)
+    self._stop(self._learners, self._cluster.stall_seconds)
     code = self._learner.handle.poll() if self._learner.handle else None
     return code if code in (0, *_KNOWN_ERRORS) else _INTERRUPTED
 
@@ -226,7 +230,7 @@ class Supervisor:
       self._answers_since = None
     process.starts += 1
     process.started, process.seen, process.killed = now, None, ""
-    resume = process.role == "learner" and process.starts > 1 and self._opened()
+    resume = process is self._learner and process.starts > 1 and self._opened()
     try:
       process.handle = self._start(process.role, process.index, resume=resume)
     except OSError as error:
@@ -241,13 +245,15 @@ class Supervisor:
     """
     handle, process.handle = process.handle, None
     lines = handle.last_lines() if handle is not None else ""
+    if process in self._learners:
+      self._end_job()
     lived = self._clock() - process.started
     why = process.killed or f"ended with {_named(code)}"
     if code in _KNOWN_ERRORS and process.starts == 1 and not process.killed:
       # Errors of configurations and folders come before anything else; at the
       # second start a learner would go on with a run that it didn't make.
       early = process.seen is None
-      if process is self._learner:
+      if process in self._learners:
         early = lived < self._cluster.stall_seconds
       if early:
         raise _GivenUp(_with(f"{process.name} {why}", lines), code)
@@ -268,7 +274,8 @@ class Supervisor:
     process.quick = process.quick + 1 if quick else 1
     first, last = _WAITS
     wait = min(last, first * 2 ** (process.quick - 1))
-    process.due = now + wait
+    for other in self._learners if process in self._learners else (process,):
+      other.due = now + wait
     self._say(
       _with(
         f"{process.name} {why} after {now - process.started:.0f} s; start"
@@ -276,6 +283,12 @@ class Supervisor:
         lines,
       )
     )
+
+  def _end_job(self) -> None:
+    """Ends the learner's other processes, of which none goes on by itself."""
+    self._kill(self._learners)
+    for process in self._learners:
+      process.handle = None
 
   def _look(self) -> None:
     """Kills processes that are lost or don't get on."""
@@ -325,6 +338,7 @@ class Supervisor:
     return None
 
   def _stop_others(self) -> None:
+    self._stop(self._learners[1:], _GRACE_SECONDS)
     for roles in _STOPPED_IN_ORDER:
       self._stop([p for p in self._all if p.role in roles], _GRACE_SECONDS)
 
@@ -343,8 +357,9 @@ class Supervisor:
         self._say(f"{name} didn't stop within {seconds:.0f} s; killed")
         handle.kill()
 
-  def _kill_all(self) -> None:
-    handles = [p.handle for p in self._all if p.handle is not None]
+  def _kill(self, processes: Sequence[_Process]) -> None:
+    """Returns once they have ended. Raises TimeoutError if they don't."""
+    handles = [p.handle for p in processes if p.handle is not None]
     for handle in handles:
       handle.kill()
     limit = self._clock() + _GRACE_SECONDS
@@ -352,7 +367,7 @@ class Supervisor:
       if self._clock() > limit:
         left = [
           p.name
-          for p in self._all
+          for p in processes
           if p.handle is not None and p.handle.poll() is None
         ]
         raise TimeoutError(

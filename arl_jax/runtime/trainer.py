@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,8 +26,8 @@ from arl_jax.observability.run_directory import (
   RunDirectory,
   write_atomically,
 )
-from arl_jax.runtime import rollout_metrics, warm_start
-from arl_jax.runtime.actor import Interrupted, Job, run_jobs
+from arl_jax.runtime import learner_hosts, rollout_metrics, warm_start
+from arl_jax.runtime.actor import Interrupted, Job
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_queue import Batch
 from arl_jax.runtime.group_source import (
@@ -35,6 +35,7 @@ from arl_jax.runtime.group_source import (
   LocalGroups,
   RecordedGroups,
 )
+from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
 from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
@@ -49,17 +50,19 @@ class Trainer:
   """Holds the state of one run and takes it through its phases.
 
   Every random choice is derived from the configured seed and the position, so
-  that a run resumed from a commit goes on as if it had not stopped.
+  that a run resumed from a commit goes on as if it had not stopped. Where the
+  learner has several processes, all train, and the first does everything else.
   """
 
   def __init__(
     self,
     config: Config,
     problem: Problem,
-    run: RunDirectory,
+    run: RunDirectory | RunFolder,
     progress: Progress,
     *,
     source: GroupSource | None = None,
+    hosts: LearnerHosts | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     fall_back: bool = False,
   ):
@@ -72,6 +75,7 @@ class Trainer:
       progress: where it is shown.
       source: of groups; by default they are rolled out in this process, or
         read where `config.replay` says.
+      hosts: the learner's processes; by default there is this one.
       should_stop: asked between updates and episodes.
       fall_back: an earlier commit will do if the newest is damaged.
 
@@ -82,6 +86,7 @@ class Trainer:
     """
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
+    self.hosts = hosts or LearnerHosts()
     vocab_size = problem.renderer.tokenizer.vocab_size
     self.model: ModelConfig = dataclasses.replace(
       config.model, vocab_size=vocab_size
@@ -110,9 +115,12 @@ class Trainer:
     self._publisher = open_publisher(config.weights, self._store.lineage)
     # Before the first rollout; a resumed run begins with a base.
     self._offer(wait=True)
-    self._metrics = MetricsWriter(run.path, keep=self._is_past)
-    self._rollouts = LocalRollouts(config, problem, self.model)
-    self._source: GroupSource = source or self._own_source()
+    # What rollouts in the first process sample with, of several.
+    self._gathered: Any = None
+    if self.hosts.first:
+      self._metrics = MetricsWriter(run.path, keep=self._is_past)
+      self._rollouts = LocalRollouts(config, problem, self.model)
+      self._source: GroupSource = source or self._own_source()
 
   def _own_source(self) -> GroupSource:
     if self.config.mode == "train_only":
@@ -125,7 +133,8 @@ class Trainer:
 
   def close(self) -> None:
     """Waits for what is being written. Raises OSError if that fails."""
-    self._metrics.close()
+    if self.hosts.first:
+      self._metrics.close()
     try:
       if self._publisher is not None:
         self._publisher.close()
@@ -182,8 +191,9 @@ class Trainer:
       "ledger": self._ledger,
     }
     queue: tuple[Group, ...] = ()
-    if self._begun and self._ledger is not None:
-      queue = self._source.waiting(self._ledger)
+    ledger = self._ledger
+    if self._begun and ledger is not None:
+      queue = self.hosts.alone(lambda: self._source.waiting(ledger)) or ()
     score = float(np.mean(self._rewards)) if self._rewards else None
     self._store.save(
       at.number, self.learner.contents, record, queue=queue, score=score
@@ -192,7 +202,7 @@ class Trainer:
 
   def _check_stop(self) -> None:
     """Commits and raises `Interrupted` if the run was asked to stop."""
-    if self._should_stop():
+    if self.hosts.told(self._should_stop):
       self.commit()
       raise Interrupted
 
@@ -222,7 +232,7 @@ class Trainer:
       self.position.seconds["warm_start"] += now - began
       began = now
       self.position.warm_start = step
-      self._metrics.write(step, "warm_start", values)
+      self._write(step, "warm_start", values)
       self._progress.update(step, loss=values["loss"])
       if step % self.config.checkpoint_every == 0 and step < steps:
         self.commit()
@@ -231,23 +241,16 @@ class Trainer:
 
   def _demonstrate(self) -> list[Episode]:
     """The scripted player's episodes, as the harness records them."""
-    jobs = warm_start.jobs(self.config, self.problem)
-    self._progress.phase("demonstrations", len(jobs))
-    episodes = self._run_interruptible(
-      lambda: asyncio.run(
-        run_jobs(
-          jobs,
-          self.problem,
-          lambda job: self.problem.demonstrator(job.task, job.seed),
-          self.config.agent,
-          concurrency=64,
-          training=True,
-          on_done=self._progress.update,
-          should_stop=self._should_stop,
-        )
-      )
+    count = self.config.warm_start.episodes
+    self._progress.phase("demonstrations", count)
+    play = functools.partial(
+      warm_start.play,
+      self.config,
+      self.problem,
+      on_done=self._progress.update,
+      should_stop=self._should_stop,
     )
-    return [e for e in episodes if e is not None]
+    return self.told(play, learner_hosts.EPISODES)
 
   # Reinforcement learning.
 
@@ -260,26 +263,27 @@ class Trainer:
       self.learner = self._make_learner(
         self.learner.state.params, rl=True, version=self.learner.version
       )
-    self._source.begin(
-      self._store.lineage[-1], self.learner.version, self._ledger, self._queued
+    at = self._store.lineage[-1], self.learner.version
+    self.hosts.alone(
+      lambda: self._source.begin(*at, self._ledger, self._queued)
     )
     self._queued, self._begun = (), True
     self._progress.phase("rl", config.steps, start=self.position.rl)
     for step in range(self.position.rl + 1, config.steps + 1):
       self._check_stop()
       began = time.monotonic()
-      take = functools.partial(self._source.take, step, self.learner.version)
-      batch = self._run_interruptible(take)
+      take = functools.partial(self._take, step, self.learner.version)
+      batch = self.told(take, learner_hosts.BATCH)
       waited = time.monotonic() - began
       if not batch.groups and batch.ended:
         break
       values = self._rl_step(step, batch)
       seconds = time.monotonic() - began
-      values |= {"idle_learner": waited / seconds, **self._source.metrics()}
+      values["idle_learner"] = waited / seconds
       self._ledger = batch.ledger
       self.position.seconds["rl"] += seconds
       self.position.rl = step
-      self._metrics.write(step, "rl", values)
+      self._write(step, "rl", values)
       self._progress.update(
         step, reward=values.get("reward", 0.0), turns=values.get("turns", 0.0)
       )
@@ -289,10 +293,16 @@ class Trainer:
         self.commit()
     self.commit()
 
+  def _take(self, step: int, version: int) -> Batch:
+    batch = self._source.take(step, version)
+    recorded = self.config.rl.record_groups
+    recorded |= self.config.mode == "rollout_only"
+    if recorded and (batch.groups or not batch.ended):
+      self._record(step, batch.groups)
+    return batch
+
   def _rl_step(self, step: int, batch: Batch) -> dict[str, float]:
     groups = batch.groups
-    if self.config.rl.record_groups or self.config.mode == "rollout_only":
-      self._record(step, groups)
     values = rollout_metrics.of_groups(groups, self.learner.version)
     values["queue_ready"] = batch.waiting
     values |= {f"drop_{name}": n for name, n in batch.drops.items()}
@@ -324,6 +334,11 @@ class Trainer:
 
   # Shared by the phases.
 
+  def _write(self, step: int, phase: str, values: dict[str, float]) -> None:
+    if self.hosts.first:
+      more = self._source.metrics() if phase == "rl" else {}
+      self._metrics.write(step, phase, values | more)
+
   def _publish(self) -> None:
     """Makes the parameters the next policy version."""
     self.learner.publish()
@@ -344,9 +359,11 @@ class Trainer:
     on_done: Callable[[int], None] = lambda done: None,
   ) -> list[Episode | None]:
     """Rolls out jobs with the published weights."""
-    params = self.learner.state.params
+    params = self._gathered
+    if params is None:
+      params = self.learner.state.params
     if self.config.learner.mesh != MeshConfig(fsdp=1):
-      params = jax.device_put(params, jax.devices()[0])
+      params = jax.device_put(params, jax.local_devices()[0])
     before = dict(self._rollouts.tokens)
     episodes = self._rollouts.run(
       jobs,
@@ -360,10 +377,19 @@ class Trainer:
       self.position.tokens[name] += value - before[name]
     return episodes
 
-  def _run_interruptible(self, work: Callable[[], T]) -> T:
-    """Runs something; an interruption commits what was reached before."""
+  @contextlib.contextmanager
+  def sampling(self) -> Iterator[None]:
+    """Inside, the first process may roll out by itself."""
+    self._gathered = self.hosts.gathered(self.learner.state.params)
     try:
-      return work()
+      yield
+    finally:
+      self._gathered = None
+
+  def told(self, work: Callable[[], T], form: learner_hosts.Form[T]) -> T:
+    """See `LearnerHosts.told`; an interruption commits what was reached."""
+    try:
+      return self.hosts.told(work, form)
     except Interrupted:
       self.commit()
       raise
@@ -371,16 +397,17 @@ class Trainer:
   def evaluate(self, name: str) -> list[Episode]:
     """One rollout of every held-out task; always the same seeds.
 
+    Of several processes only the first may call this, within `sampling`.
+
     Raises:
+      Interrupted: stopped, without a commit.
       RuntimeError: an episode's infrastructure failed for good, so that the
         comparison would not be of the same tasks.
     """
     jobs = heldout_jobs(self.config, self.problem)
     self._progress.phase(f"evaluation {name}", len(jobs))
     began = time.monotonic()
-    episodes = self._run_interruptible(
-      lambda: self.rollout(jobs, training=False, on_done=self._progress.update)
-    )
+    episodes = self.rollout(jobs, training=False, on_done=self._progress.update)
     self.position.seconds[f"evaluation_{name}"] = time.monotonic() - began
     whole = [e for e in episodes if e is not None]
     if len(whole) < len(jobs):

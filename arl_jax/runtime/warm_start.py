@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 
 from arl_jax.agents.harness import derive_seed
 from arl_jax.data import sft
-from arl_jax.runtime.actor import Job
+from arl_jax.runtime.actor import Job, run_jobs
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.problem import Problem
 from arl_jax.types import Episode, Segment, Task
@@ -21,6 +22,39 @@ def jobs(config: Config, problem: Problem) -> list[Job]:
     seed = derive_seed(config.seed, "script", task.task_id, index)
     made.append(Job(task=task, rollout_index=index, seed=seed))
   return made
+
+
+def play(
+  config: Config,
+  problem: Problem,
+  *,
+  on_done: Callable[[int], None],
+  should_stop: Callable[[], bool],
+) -> list[Episode]:
+  """The demonstrator's episodes, without those that failed for good.
+
+  Args:
+    config: resolved.
+    problem: whose demonstrator plays.
+    on_done: called with the number of finished episodes.
+    should_stop: asked before each episode.
+
+  Raises:
+    Interrupted: `should_stop` said so.
+  """
+  episodes = asyncio.run(
+    run_jobs(
+      jobs(config, problem),
+      problem,
+      lambda job: problem.demonstrator(job.task, job.seed),
+      config.agent,
+      concurrency=64,
+      training=True,
+      on_done=on_done,
+      should_stop=should_stop,
+    )
+  )
+  return [e for e in episodes if e is not None]
 
 
 def batches(
