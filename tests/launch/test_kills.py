@@ -1,6 +1,6 @@
 """Killed at random moments, a run ends in the bits it would have ended in.
 
-How often each kind of run is killed: ARL_KILLS, 3 by default.
+How often each kind of run is killed: ARL_KILLS, once by default.
 """
 
 import json
@@ -20,7 +20,7 @@ from arl_jax.observability import metrics
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[2]
-KILLS = int(os.environ.get("ARL_KILLS", "3"))
+KILLS = int(os.environ.get("ARL_KILLS", "1"))
 
 
 @pytest.fixture(scope="module")
