@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from absl import logging
 
 from arl_jax.agents.harness import derive_seed
 from arl_jax.runtime.actor import Job
@@ -57,9 +59,22 @@ def sources(config: Config, tasks: Sequence[Task]) -> tuple[Source, ...]:
   return tuple(mixed(tasks, parse_mixture(config.rl.mixture)))
 
 
-def groups_per_step(config: Config, tasks: Sequence[Task]) -> int:
-  """No task twice in a step."""
-  return min(config.rl.tasks_per_step, len(tasks))
+def groups_per_step(config: Config, found: Sequence[Source]) -> int:
+  """No task twice in a step; others than those of the mixture don't count."""
+  return min(config.rl.tasks_per_step, sum(len(s.task_ids) for s in found))
+
+
+def say_ended(config: Config, step: int, drops: Mapping[str, int]) -> None:
+  """Says why a run ends before its last step; it may be by mistake."""
+  rl = config.rl
+  why = [f"rl.epochs is {rl.epochs}"] if rl.epochs else []
+  if rl.skip_below > -math.inf or rl.skip_above < math.inf:
+    why.append("others are left out by rl.skip_below and rl.skip_above")
+  if given_up := drops.get("task_given_up"):
+    why.append(f"rollouts of {given_up} failed for good")
+  logging.warning(
+    "no tasks are left at step %d of %d: %s", step, rl.steps, "; ".join(why)
+  )
 
 
 class LocalGroups:
@@ -74,10 +89,12 @@ class LocalGroups:
     """Args: rollout: runs jobs with the current weights, results in order."""
     self._config, self._rollout = config, rollout
     self._tasks = {task.task_id: task for task in problem.train}
-    self._wanted = groups_per_step(config, problem.train)
+    found = sources(config, problem.train)
+    self._wanted = groups_per_step(config, found)
+    self._given_up = 0
     rl = config.rl
     self._source = TaskSource(
-      sources(config, problem.train),
+      found,
       seed=config.seed,
       epochs=rl.epochs,
       skip_below=rl.skip_below,
@@ -96,7 +113,6 @@ class LocalGroups:
       self._source.go_to(ledger["source"])
 
   def take(self, step: int, version: int) -> Batch:
-    del step
     draws = [self._source.draw() for _ in range(self._wanted)]
     drawn = [draw for draw in draws if draw is not None]
     size = self._config.rl.group_size
@@ -115,6 +131,7 @@ class LocalGroups:
       members = episodes[n * size : (n + 1) * size]
       whole = tuple(e for e in members if e is not None)
       if len(whole) < 2:
+        self._given_up += 1
         continue
       group = Group(
         group_id=f"{draw.number}/{draw.task_id}",
@@ -123,11 +140,15 @@ class LocalGroups:
       )
       self._source.measure(draw.task_id, float(np.mean(group.rewards)))
       groups.append(group)
+    drops = {"task_given_up": self._given_up} if self._given_up else {}
+    ended = len(drawn) < self._wanted
+    if ended and step < self._config.rl.steps:
+      say_ended(self._config, step, drops)
     return Batch(
       groups=tuple(groups),
       ledger={"source": self._source.state(), "open": []},
-      ended=len(drawn) < self._wanted,
-      drops={},
+      ended=ended,
+      drops=drops,
       waiting=0,
     )
 
@@ -150,7 +171,7 @@ class RecordedGroups:
     """
     self._folder = pathlib.Path(run_dir) / "groups"
     self._steps = {
-      int(p.stem): p for p in self._folder.glob("*.jsonl") if p.stem.isdigit()
+      int(p.stem): p for p in self._folder.glob("*.jsonl") if p.stem.isdecimal()
     }
     if not self._steps:
       raise ValueError(
@@ -171,12 +192,9 @@ class RecordedGroups:
     """Raises ValueError for a file that holds something else."""
     del version
     groups = []
-    if step in self._steps:
-      for line in self._steps[step].read_text("utf-8").splitlines():
-        group = from_json(json.loads(line))
-        if not isinstance(group, Group):
-          raise ValueError(f"{self._steps[step]} holds what is no group")
-        groups.append(group)
+    if (path := self._steps.get(step)) is not None:
+      for line in path.read_bytes().splitlines():
+        groups.append(_recorded(path, line))
     return Batch(
       groups=tuple(groups),
       ledger={},
@@ -191,3 +209,15 @@ class RecordedGroups:
 
   def metrics(self) -> dict[str, float]:
     return {}
+
+
+def _recorded(path: pathlib.Path, line: bytes) -> Group:
+  try:
+    group = from_json(json.loads(line))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path} holds what is no group: {error}") from error
+  if not isinstance(group, Group):
+    raise ValueError(f"{path} holds what is no group")
+  if not all(e.reward is not None for e in group.episodes):
+    raise ValueError(f"{path} holds group {group.group_id} without rewards")
+  return group

@@ -10,7 +10,7 @@ from typing import Any
 from arl_jax.runtime.actor import Interrupted
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_queue import Batch, NotBegun, Start
-from arl_jax.runtime.group_source import groups_per_step, sources
+from arl_jax.runtime.group_source import groups_per_step, say_ended, sources
 from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.queue_client import LearnerQueue
@@ -53,7 +53,7 @@ class QueueGroups:
     self._config, self._queue = config, queue
     self._heartbeat, self._should_stop = heartbeat, should_stop
     self._sources = sources(config, problem.train)
-    self._wanted = groups_per_step(config, problem.train)
+    self._wanted = groups_per_step(config, self._sources)
     self._lineage = ""
     self._ledger: Mapping[str, Any] | None = None
     self._version = 0
@@ -103,6 +103,8 @@ class QueueGroups:
       self._heartbeat.progress()
       if batch is not None:
         self._ledger = batch.ledger
+        if batch.ended and step < self._config.rl.steps:
+          say_ended(self._config, step, batch.drops)
         return batch
       if time.monotonic() > limit:
         raise TimeoutError(

@@ -12,6 +12,9 @@ import numpy as np
 from arl_jax.agents.harness import derive_seed
 from arl_jax.types import Task
 
+# Characters of a task's id, which is part of many messages.
+MAX_TASK_ID = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -190,11 +193,28 @@ def _check(sources: Sequence[Source]) -> None:
       raise ValueError(
         f"task source {source.name!r} has weight {source.weight}, not > 0"
       )
-    twice = seen & {*source.task_ids}
-    if twice or len({*source.task_ids}) < len(source.task_ids):
-      name = next(iter(twice), source.name)
-      raise ValueError(f"a task id occurs twice in the sources: {name!r}")
-    seen |= {*source.task_ids}
+    for task_id in source.task_ids:
+      _check_id(task_id)
+      if task_id in seen:
+        raise ValueError(
+          f"a task id occurs twice in the sources: {task_id!r:.100}"
+        )
+      seen.add(task_id)
+
+
+def _check_id(task_id: Any) -> None:
+  """Raises ValueError for what can't be sent, before anybody tries."""
+  if not isinstance(task_id, str) or not 0 < len(task_id) <= MAX_TASK_ID:
+    raise ValueError(
+      f"a task has id {task_id!r:.100}; it must be a text of 1 to {MAX_TASK_ID}"
+      " characters"
+    )
+  try:
+    task_id.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f"a task has id {task_id!r:.100}, which isn't Unicode: {error.reason}"
+    ) from error
 
 
 def parse_mixture(text: str) -> dict[str, float]:
@@ -223,8 +243,15 @@ def mixed(tasks: Iterable[Task], weights: Mapping[str, float]) -> list[Source]:
   """Sources of tasks by `provenance["source"]`; one of all without weights.
 
   Raises:
-    ValueError: the weights name a source that has no task.
+    ValueError: the weights name a source that has no task, or the tasks can't
+      be told apart by their ids.
   """
+  found = _mixed(tasks, weights)
+  _check(found)
+  return found
+
+
+def _mixed(tasks: Iterable[Task], weights: Mapping[str, float]) -> list[Source]:
   if not weights:
     ids = tuple(task.task_id for task in tasks)
     return [Source(name="", weight=1.0, task_ids=ids)]

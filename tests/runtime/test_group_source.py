@@ -146,3 +146,29 @@ class TestRecorded:
     path.write_text(json.dumps(to_json(tasks(1)[0])) + "\n")
     with pytest.raises(ValueError, match="no group"):
       RecordedGroups(str(tmp_path)).take(1, 0)
+
+
+def test_tasks_beside_the_mixture_fill_no_step(config):
+  config.rl.mixture, config.rl.tasks_per_step = "odd=1", 8
+  found = [group.task.task_id for group in local(config).take(1, 0).groups]
+  assert sorted(found) == ["t1", "t3", "t5", "t7"]
+
+
+def test_an_early_end_says_why(config, caplog):
+  config.rl.epochs, config.rl.skip_below = 2, 9.0
+  source = local(config, 2, lambda jobs: [None for _ in jobs])
+  batches = [source.take(step, 0) for step in (1, 2, 3)]
+  assert [b.ended for b in batches] == [False, False, True]
+  assert [b.drops["task_given_up"] for b in batches] == [2, 4, 4]
+  assert "no tasks are left at step 3 of 100: rl.epochs is 2" in caplog.text
+  assert "rl.skip_below" in caplog.text
+  assert "rollouts of 4 failed" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", '"\\ud800"', "\xff"])
+def test_a_damaged_recording_is_named(tmp_path, line):
+  (tmp_path / "groups").mkdir()
+  path = tmp_path / "groups" / "000001.jsonl"
+  path.write_bytes(line.encode("latin-1") + b"\n")
+  with pytest.raises(ValueError, match=r"000001\.jsonl holds what is no group"):
+    RecordedGroups(str(tmp_path)).take(1, 0)

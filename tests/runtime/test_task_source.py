@@ -22,6 +22,10 @@ def source(name="", size=3, weight=1.0):
   return Source(name=name, weight=weight, task_ids=ids)
 
 
+def of(*task_ids):
+  return Source(name="", weight=1.0, task_ids=task_ids)
+
+
 def draws(tasks, count):
   return [tasks.draw() for _ in range(count)]
 
@@ -158,6 +162,11 @@ def test_a_source_without_tasks_left_leaves_its_share_to_others():
     ([source(weight=math.inf)], "weight inf, not > 0"),
     ([source(weight=math.nan)], "weight nan, not > 0"),
     ([source(), source(size=1)], "occurs twice in the sources: '0'"),
+    ([of("a", "b", "a")], "occurs twice in the sources: 'a'"),
+    ([of("a", "")], "has id ''; it must be a text of 1 to 1024"),
+    ([of("a", 3)], "has id 3; it must be a text"),
+    ([of("a" * 1025)], "has id 'aaa"),
+    ([of("a\ud800")], "isn't Unicode"),
   ],
 )
 def test_sources_that_cannot_be(sources, reason):
@@ -212,3 +221,5 @@ def test_tasks_are_mixed_by_where_they_came_from():
   ]
   with pytest.raises(ValueError, match="names source 'c'; tasks are of 'a'"):
     mixed(tasks, {"c": 1.0})
+  with pytest.raises(ValueError, match="occurs twice"):
+    mixed([*tasks, tasks[0]], {})
