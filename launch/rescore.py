@@ -19,6 +19,7 @@ import pathlib
 from absl import app, flags
 
 from arl_jax.observability.run_directory import write_atomically
+from arl_jax.runtime.environments import scored
 from arl_jax.types import Group, RewardFn, from_json, to_json
 from launch import command
 
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> None:
     before += [float(r) for group in groups for r in group.rewards]
     after += [float(r) for group in scored for r in group.rewards]
     files[path.name] = "".join(json.dumps(to_json(g)) + "\n" for g in scored)
+  if not after:
+    raise ValueError(f"--run_dir={_RUN_DIR.value}: {source} holds no episode")
   (out / "groups").mkdir(parents=True)
   for name, text in files.items():
     write_atomically(out / "groups" / name, text)
@@ -62,12 +65,13 @@ def main(argv: list[str]) -> None:
 def _rescored(group: Group, reward: RewardFn) -> Group:
   episodes = []
   for episode in group.episodes:
-    found = reward(group.task, episode)
-    if not math.isfinite(found.total):
+    try:
+      found = scored(reward, group.task, episode)
+    except Exception as error:  # It is anybody's code and may raise any.
       raise ValueError(
-        f"--reward gives {found.total} for rollout {episode.rollout_index} of"
-        f" group {group.group_id}; it must be finite"
-      )
+        f"--reward fails for rollout {episode.rollout_index} of group"
+        f" {group.group_id}: {error!r}"
+      ) from error
     episodes.append(dataclasses.replace(episode, reward=found))
   return dataclasses.replace(group, episodes=tuple(episodes))
 

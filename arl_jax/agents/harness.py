@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from typing import Any
 
 from arl_jax.agents.context import Context
@@ -17,6 +18,7 @@ from arl_jax.types import (
   StopReason,
   Task,
   ToolCall,
+  to_json,
 )
 
 # What a hard cutoff still allows (Context-1).
@@ -106,7 +108,8 @@ async def run_episode(
     training: whether the nudge is shown.
 
   Raises:
-    ValueError: the prompt alone is beyond the token budget.
+    ValueError: the prompt alone is beyond the token budget, or what the
+      environment reports isn't JSON, so that it couldn't be sent or written.
     Whatever client or environment raise: failures of infrastructure, which are
     the caller's to retry or to drop.
   """
@@ -153,7 +156,7 @@ class _Run:
     stop = None
     while stop is None:
       stop = await self._take_turn()
-    return Episode(
+    episode = Episode(
       task_id=self._task.task_id,
       rollout_index=self._index,
       segments=self._context.finish(),
@@ -163,6 +166,8 @@ class _Run:
       turns=self._turn,
       seed=self._seed,
     )
+    _check_json(episode)
+    return episode
 
   async def _take_turn(self) -> StopReason | None:
     config = self._config
@@ -296,6 +301,17 @@ _NUDGE = "\0nudge"
 
 # Tokens that observations leave free for the reply.
 _REPLY_TOKENS = 16
+
+
+def _check_json(episode: Episode) -> None:
+  reported = to_json(dataclasses.replace(episode, segments=()))
+  try:
+    json.dumps(reported, allow_nan=False)
+  except (TypeError, ValueError, RecursionError) as error:
+    raise ValueError(
+      f"the environment of {episode.task_id:.100} reports what isn't JSON:"
+      f" {error}"
+    ) from error
 
 
 def _refusal(text: str) -> Observation:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from absl import logging
 
 from arl_jax.agents.harness import AgentConfig, run_episode
+from arl_jax.runtime.environments import scored
 from arl_jax.runtime.problem import Problem
 from arl_jax.types import Episode, PolicyClient, Task
 
@@ -72,7 +73,7 @@ async def run_jobs(
       seed=job.seed,
       training=training,
     )
-    reward = problem.reward(job.task, episode)
+    reward = scored(problem.reward, job.task, episode)
     return dataclasses.replace(episode, reward=reward)
 
   async def one(job: Job) -> Episode | None:

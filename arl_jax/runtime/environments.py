@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from arl_jax.types import (
   Episode,
   Observation,
   Reward,
+  RewardFn,
   Task,
   ToolCall,
 )
@@ -72,7 +74,7 @@ class LocalEnvironments:
       reward: Reward | None = None
       failure: Exception | None = None
       try:
-        reward = self._problem.reward(task, episode)
+        reward = scored(self._problem.reward, task, episode)
       except Exception as error:
         failure = error
       # The process may have gone on without it.
@@ -133,6 +135,35 @@ class TimedEnvironment:
 
   async def _within(self, call: str, work: Any) -> Any:
     return await within(self._seconds, f"{call} of {self._name}", work)
+
+
+def scored(reward: RewardFn, task: Task, episode: Episode) -> Reward:
+  """An episode's reward, as numbers that can be sent and trained on.
+
+  Raises:
+    ValueError: what came isn't a `Reward`, or not finite.
+    Exception: whatever the reward raises.
+  """
+  found: Any = reward(task, episode)
+  if not isinstance(found, Reward):
+    raise ValueError(
+      f"the reward of {task.task_id:.100} is a {type(found).__name__}, no"
+      " Reward"
+    )
+  try:
+    total = float(found.total)
+    parts = {str(name): float(value) for name, value in found.parts.items()}
+  except (TypeError, AttributeError, OverflowError) as error:
+    raise ValueError(
+      f"the reward of {task.task_id:.100} isn't of numbers: {error}"
+    ) from error
+  for name, value in {**parts, "total": total}.items():
+    if not math.isfinite(value):
+      raise ValueError(
+        f"the reward of {task.task_id:.100} has {name} {value}; it must be"
+        " finite"
+      )
+  return Reward(total=total, parts=parts)
 
 
 async def within(seconds: float, what: str, work: Any) -> Any:

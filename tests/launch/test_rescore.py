@@ -106,6 +106,8 @@ def test_every_group_is_scored_again(rescore, tmp_path):
     (("--reward=my_rewards:nothing",), "can't be imported"),
     (("--reward=my_rewards:constant",), "is no function"),
     (("--reward=my_rewards:broken",), "must be finite"),
+    (("--reward=math:hypot",), "fails for rollout 0 of group"),
+    (("--reward=builtins:print",), "no Reward"),
     (("--reward=my_rewards:by_turns", "--run_dir=nowhere"), "no recorded"),
     (("--reward=my_rewards:by_turns", "--out=."), "doesn't exist yet"),
   ],

@@ -21,8 +21,8 @@ AGENT = AgentConfig()
 class Env:
   tool_names = ("look",)
 
-  def __init__(self, fails: bool):
-    self._fails = fails
+  def __init__(self, fails: bool, outcome=None):
+    self._fails, self._outcome = fails, outcome or {}
 
   async def start(self, task):
     if self._fails:
@@ -37,13 +37,16 @@ class Env:
     return None
 
   async def outcome(self):
-    return {}
+    return self._outcome
 
 
 class Problem:
   """Fails as often as `failures` says, by task."""
 
-  def __init__(self, failures=(), reward_fails=False):
+  def __init__(
+    self, failures=(), reward_fails=False, outcome=None, reward=None
+  ):
+    self.outcome, self.made_up = outcome, reward
     self.renderer = RENDERER
     self.failures = dict(failures)
     self.reward_fails = reward_fails
@@ -54,11 +57,13 @@ class Problem:
     self.made += 1
     left = self.failures.get(task.task_id, 0)
     self.failures[task.task_id] = left - 1
-    return Env(left > 0)
+    return Env(left > 0, self.outcome)
 
   def reward(self, task, episode):
     if self.reward_fails:
       raise TimeoutError("judge")
+    if self.made_up is not None:
+      return self.made_up
     return Reward(total=float(task.task_id))
 
 
@@ -135,6 +140,25 @@ def test_what_fails_again_is_left_out_and_never_scored():
 
 def test_a_reward_that_fails_is_no_zero():
   assert run(2, Problem(reward_fails=True)) == [None, None]
+
+
+@pytest.mark.parametrize(
+  "reward",
+  [
+    1.0,
+    Reward(total=float("nan")),
+    Reward(total=10**400),
+    Reward(total=0.0, parts={"a": float("inf")}),
+    Reward(total=0.0, parts={"a": None}),
+  ],
+)
+def test_a_reward_that_is_no_number_is_no_reward(reward):
+  assert run(2, Problem(reward=reward)) == [None, None]
+
+
+@pytest.mark.parametrize("outcome", [{"x": {1}}, {"x": float("nan")}])
+def test_an_outcome_that_could_not_be_written_is_infrastructure(outcome):
+  assert run(2, Problem(outcome=outcome)) == [None, None]
 
 
 def test_a_client_that_cannot_be_made_is_infrastructure_too():
