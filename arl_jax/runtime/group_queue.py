@@ -347,7 +347,7 @@ class GroupQueue:
         return self._drop("duplicate")
       self._fail(found)
       return self._drop("infrastructure")
-    _check(group, lease, found.draw)
+    _check(group, lease, found.draw, start.group_size)
     if _newest(group) > self._version + 1:
       # The learner is at most one publication ahead of what it has told.
       reason = "foreign_version"
@@ -356,7 +356,7 @@ class GroupQueue:
     if self._stale(group):
       return self._reopen(found, "stale") if held else self._drop("stale")
     found.group, found.actor = group, None
-    missing = lease.group_size - len(group.episodes)
+    missing = start.group_size - len(group.episodes)
     if missing:
       self._drops["episode_infrastructure"] += missing
     return "ready"
@@ -471,7 +471,7 @@ def _go_to(
 def _number(group: Group) -> int:
   """Of the draw, from a group's id (see `Lease.group_id`)."""
   number = group.group_id.partition("/")[0]
-  return int(number) if number.isdigit() else -1
+  return int(number) if number.isdecimal() else -1
 
 
 def _newest(group: Group) -> int:
@@ -485,7 +485,7 @@ def _newest(group: Group) -> int:
   return max(versions, default=NO_VERSION)
 
 
-def _check(group: Group, lease: Lease, draw: Draw) -> None:
+def _check(group: Group, lease: Lease, draw: Draw, size: int) -> None:
   """Raises ValueError for a group that isn't one of a lease."""
   for name, found, right in (
     ("group_id", group.group_id, lease.group_id),
@@ -494,12 +494,10 @@ def _check(group: Group, lease: Lease, draw: Draw) -> None:
     if found != right:
       raise ValueError(f"the group's {name} is {found!r:.100}, not {right!r}")
   indices = [e.rollout_index for e in group.episodes]
-  if len(set(indices)) < len(indices) or not (
-    {*indices} <= {*range(lease.group_size)}
-  ):
+  if len(set(indices)) < len(indices) or not ({*indices} <= {*range(size)}):
     raise ValueError(
       f"the group's rollouts have indices {indices!r:.100}, not each one of 0"
-      f" to {lease.group_size - 1}"
+      f" to {size - 1}"
     )
   if len(group.episodes) < 2:
     raise ValueError(f"the group has {len(group.episodes)} rollouts, not >= 2")

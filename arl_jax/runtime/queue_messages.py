@@ -16,7 +16,7 @@ import zstandard
 
 from arl_jax.runtime.group_queue import Batch, Lease, Start
 from arl_jax.runtime.roster import ROLES, Beat
-from arl_jax.runtime.task_source import Source
+from arl_jax.runtime.task_source import MAX_TASK_ID, Source
 from arl_jax.serving.body import Body, Malformed, kind, parse_object
 from arl_jax.types import Episode, Event, Group, Reward, Segment, Task
 from arl_jax.types import from_json as record_from_json
@@ -36,11 +36,13 @@ MAX_ACTOR = 256
 _MAX_COUNT = 1 << 53
 # Python's integers may be beyond any float.
 _NUMBERS = -1e300, 1e300
-_MAX_NAME = 1024
+_MAX_NAME = MAX_TASK_ID
 _MAX_COUNTERS = 256
 # Bytes that a frame may need to be looked back at; level 3 takes 2 MiB.
 _WINDOW = 8 << 20
 _CHUNK = 1 << 20
+# Bytes of lines that any message may have, and more for each compressed byte.
+_LEAST, _RATIO = 16 << 20, 1000
 
 
 def pack(line: bytes) -> bytes:
@@ -63,12 +65,14 @@ def unpack(body: bytes, most: int) -> Iterator[bytes]:
 
   Args:
     body: frames one after another.
-    most: bytes of all lines.
+    most: bytes of all lines; fewer if the body is small, as JSON that is
+      compressed far better than groups are would take long to read.
 
   Raises:
     Malformed: they aren't frames of zstd, are more than that, or end amid a
       line.
   """
+  most = min(most, _LEAST + _RATIO * len(body))
   decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
   reader = decompressor.stream_reader(body, read_across_frames=True)
   begun: list[bytes] = []
@@ -159,9 +163,14 @@ def _check_types(group: Group) -> None:
     records += [episode, *episode.segments, *episode.events]
     if episode.reward is not None:
       records.append(episode.reward)
-      for name, value in episode.reward.parts.items():
+      for name, value in (
+        ("total", episode.reward.total),
+        *((f"parts.{n}", v) for n, v in episode.reward.parts.items()),
+      ):
         if type(value) not in (int, float):
-          raise Malformed(f"Reward.parts.{name}", f"it is {kind(value)}")
+          raise Malformed(f"Reward.{name}", f"it is {kind(value)}")
+        if not _NUMBERS[0] <= value <= _NUMBERS[1]:
+          raise Malformed(f"Reward.{name}", "it is beyond any float")
   for record in records:
     for name, types in _TYPES[type(record)].items():
       value = getattr(record, name)

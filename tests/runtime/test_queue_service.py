@@ -347,6 +347,12 @@ def test_bodies_that_are_no_frames(queue):
   assert answer.status_code == 415
 
 
+def test_a_small_body_holds_no_large_one():
+  bomb = messages.pack(b"[" + b"[]," * (8 << 20) + b"[]]")
+  with pytest.raises(Malformed, match="more than"):
+    list(messages.unpack(bomb, messages.MAX_GROUP[1]))
+
+
 def test_bombs_are_cut(monkeypatch):
   bomb = messages.pack(b" " * (8 << 20))
   assert len(bomb) < 2000
