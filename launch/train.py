@@ -81,6 +81,8 @@ def main(argv: list[str]) -> None:
     print(json.dumps(dataclasses.asdict(config), indent=2))
     return
   mode = learner_role.open_mode(_RESUME.value, _OVERWRITE.value)
+  if _INDEX.value and _ROLE.value == "all":
+    raise ValueError(f"--index={_INDEX.value} is of a process; name its --role")
   if isinstance(config, Config) and config.cluster.actors:
     _in_many_processes(config)
   if _ROLE.value != "all" or _ENGINE.value != "local":

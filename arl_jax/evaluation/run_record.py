@@ -90,9 +90,9 @@ class RunRecord:
     """
     try:
       problem = make_problem(from_json(ActorConfig, self.config))
-    except (ValueError, OSError) as error:
+    except Exception as error:  # An own problem may raise any.
       self.notes.append(
-        f"Tokens are shown as ids, without a tokenizer: {error}"
+        f"Tokens are shown as ids, without a tokenizer: {error!r}"
       )
       return _id
     if self._data is not None and problem.digests() != self._data:

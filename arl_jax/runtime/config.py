@@ -214,6 +214,11 @@ class Config(ActorConfig):
         f"mode is {self.mode!r} and replay {self.replay!r}: train_only, and"
         " nothing else, needs the directory of a run with recorded groups"
       )
+    if self.mode == "train_only" and self.cluster.actors:
+      raise ValueError(
+        f"cluster.actors is {self.cluster.actors}, but with mode 'train_only'"
+        " groups come from replay; it must be 0"
+      )
     if not 0 <= self.simulated_seconds < math.inf:
       raise ValueError(
         f"simulated_seconds is {self.simulated_seconds}, not >= 0"

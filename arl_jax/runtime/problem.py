@@ -71,7 +71,23 @@ def make_problem(config: ActorConfig) -> Problem:
       f"problem is {config.problem!r}, which can't be imported ({error}); it is"
       " like my_package.my_module:MyProblem"
     ) from error
-  return make(config)
+  if not callable(make):
+    raise ValueError(
+      f"problem is {config.problem!r}, a {type(make).__name__}; it must make a"
+      " Problem from the configuration"
+    )
+  found = make(config)
+  if not isinstance(found, Problem):
+    lacks = [
+      name
+      for name in (*Problem.__annotations__, *vars(Problem))
+      if not name.startswith("_") and not hasattr(found, name)
+    ]
+    raise ValueError(
+      f"problem is {config.problem!r}, which makes a {type(found).__name__}"
+      f" without {', '.join(lacks)}"
+    )
+  return found
 
 
 class SearchProblem:

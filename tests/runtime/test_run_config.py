@@ -97,6 +97,13 @@ def test_an_impossible_value_is_named(path, value):
   assert "\n" not in str(error.value)
 
 
+def test_a_replay_has_no_actors():
+  config = Config(mode="train_only", replay="runs/one")
+  config.cluster.actors = 1
+  with pytest.raises(ValueError, match=r"cluster\.actors is 1, but with mode"):
+    config.resolve()
+
+
 class TestSmoke:
   def test_reduces_and_stays_valid(self):
     config = Config(smoke=True)
