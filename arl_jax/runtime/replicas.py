@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 import uuid
@@ -26,6 +27,8 @@ _LEAVE_SECONDS = 20.0
 _AVOID_SECONDS = 30.0
 # Seconds that closing a session may take: a replica that is gone holds nothing.
 _CLOSE_SECONDS = 10.0
+# Of a session's name, as its harness has it.
+_SESSION_CHARACTERS = 128
 # Requests of one connection pool: for each, httpcore compares all idle
 # connections with each other.
 _POOL_REQUESTS = 8
@@ -68,7 +71,8 @@ class Replicas:
           url,
           token=token,
           patience=min(leave_seconds, patience / 2),
-          max_connections=requests,
+          # Sessions are closed while all requests go on.
+          max_connections=requests + _POOL_REQUESTS,
         )
         for _ in range(pools)
       ]
@@ -155,7 +159,7 @@ class GroupClient:
       RequestFailed, Aborted: as the server says.
     """
     began, lease = time.monotonic(), self._lease
-    name = f"{self._prefix}/{session}"
+    name = self._name(session)
     while True:
       replica = self._replica
       try:
@@ -191,11 +195,17 @@ class GroupClient:
       return sample
 
   async def close(self, session: str) -> None:
-    name = f"{self._prefix}/{session}"
+    name = self._name(session)
     client = self._replicas.client(self._replica, name)
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(_CLOSE_SECONDS):
         await client.close(name)
+
+  def _name(self, session: str) -> str:
+    """Of a session at a server; ids of tasks may be longer than names there."""
+    if len(session) > _SESSION_CHARACTERS:
+      session = hashlib.blake2b(session.encode(), digest_size=16).hexdigest()
+    return f"{self._prefix}/{session}"
 
 
 class NoReplica(TimeoutError):

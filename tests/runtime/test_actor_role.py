@@ -306,7 +306,7 @@ def test_a_lost_lease_ends_its_episodes_and_their_sessions():
     async with PolicyServer(reply()).serving() as server:
       server.gate.clear()
       async with acting(queue, server):
-        await until(lambda: server.running == 8)
+        await until(lambda: len(server.open) == 8)
         first, kept = queue.leased
         ours = set(server.open)
         queue.lost = [first]
