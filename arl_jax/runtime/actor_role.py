@@ -14,7 +14,7 @@ from absl import logging
 
 from arl_jax.agents.harness import derive_seed, run_episode
 from arl_jax.runtime.actor_config import ActorConfig
-from arl_jax.runtime.environment_pool import EnvironmentPool
+from arl_jax.runtime.environment_pool import EnvironmentPool, WorkerDied
 from arl_jax.runtime.environments import (
   Environments,
   LocalEnvironments,
@@ -299,6 +299,8 @@ class Actor:
     self, running: _Running, index: int, client: GroupClient
   ) -> Episode | None:
     """A scored episode; None if its infrastructure failed each time."""
+    # Whoever ended a worker took others along; alone, it is itself to blame.
+    alone = False
     async with self._slots:
       try:
         for tried in range(1, _TRIES + 1):
@@ -306,11 +308,12 @@ class Actor:
             self._signs.count("retries")
           try:
             return await self._attempt(
-              running.lease, running.task, index, client
+              running.lease, running.task, index, client, alone=alone
             )
           except NoReplica:
             raise
           except Exception as error:
+            alone = isinstance(error, WorkerDied)
             self._signs.count("infrastructure_failures")
             logging.warning(
               "episode %s/%d failed (try %d of %d): %r",
@@ -322,11 +325,18 @@ class Actor:
         self._room.set()
 
   async def _attempt(
-    self, lease: Lease, task: Task, index: int, client: GroupClient
+    self,
+    lease: Lease,
+    task: Task,
+    index: int,
+    client: GroupClient,
+    *,
+    alone: bool,
   ) -> Episode:
     seed = derive_seed(self._config.seed, task.task_id, index, lease.version)
     began = time.monotonic()
-    async with self._environments.open(task, seed) as environment:
+    opened = self._environments.open(task, seed, alone=alone)
+    async with opened as environment:
       episode = await run_episode(
         task,
         TimedEnvironment(

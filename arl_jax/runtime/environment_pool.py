@@ -47,7 +47,8 @@ class EnvironmentPool:
 
   Each worker hosts many environments. One that dies takes its environments
   along and is replaced; so is one that no longer answers, or whose reward
-  doesn't end. Nothing is ready, nor replaced, but while `run` runs.
+  doesn't end. Whose fault it was shows in a worker of one's own. Nothing is
+  ready, nor replaced, but while `run` runs.
 
   Attributes:
     replaced: workers that were.
@@ -65,6 +66,8 @@ class EnvironmentPool:
     self._ready: list[_Worker] = []
     self._changed = asyncio.Event()
     self._numbers = itertools.count()
+    # At most as many again host one environment or reward each.
+    self._lone = asyncio.Semaphore(max(1, config.cluster.environment_workers))
     self.replaced = 0
 
   async def run(self) -> None:
@@ -79,8 +82,14 @@ class EnvironmentPool:
         group.create_task(self._keep())
 
   @contextlib.asynccontextmanager
-  async def open(self, task: Task, seed: int) -> AsyncIterator[Environment]:
+  async def open(
+    self, task: Task, seed: int, *, alone: bool = False
+  ) -> AsyncIterator[Environment]:
     """See `Environments`. Raises TimeoutError if no worker comes."""
+    if alone:
+      async with self._worker_alone() as worker:
+        yield _RemoteEnvironment(worker, next(self._numbers), seed)
+      return
     worker = await self._least_busy()
     environment = _RemoteEnvironment(worker, next(self._numbers), seed)
     worker.held += 1
@@ -99,11 +108,21 @@ class EnvironmentPool:
       WorkerDied: its process did.
       ValueError: what came isn't a reward.
     """
-    worker = await self._least_busy()
     fields = {
       "task": to_json(task),
       "episode": to_json(messages.for_reward(episode)),
     }
+    worker = await self._least_busy()
+    try:
+      return await self._scored(worker, task, fields)
+    except WorkerDied:
+      # Of something else in it, perhaps.
+      async with self._worker_alone() as worker:
+        return await self._scored(worker, task, fields)
+
+  async def _scored(
+    self, worker: _Worker, task: Task, fields: Mapping[str, Any]
+  ) -> Reward:
     what = f"the reward of {task.task_id}"
     try:
       value = await within(
@@ -114,6 +133,31 @@ class EnvironmentPool:
       worker.kill(f"{what} doesn't end")
       raise
     return _reward(value)
+
+  @contextlib.asynccontextmanager
+  async def _worker_alone(self) -> AsyncIterator[_Worker]:
+    """A worker for one environment or reward, which ends with it."""
+
+    async def serve() -> None:
+      try:
+        await worker.watch()
+      finally:
+        await worker.end()
+
+    async with self._lone:
+      worker = _Worker(self._cluster.beat_seconds, self._cluster.lost_seconds)
+      served: asyncio.Task[None] | None = None
+      try:
+        start = worker.start(dataclasses.asdict(self._config))
+        await within(self._cluster.patience, "a worker's start", start)
+        served = asyncio.create_task(serve())
+        yield worker
+      finally:
+        worker.kill()
+        if served is not None:
+          served.cancel()
+          await asyncio.wait([served])
+        await worker.end()
 
   async def _least_busy(self) -> _Worker:
     async def ready() -> None:

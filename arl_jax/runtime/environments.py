@@ -27,9 +27,15 @@ class Environments(Protocol):
   """Environments and rewards, of this process or of others."""
 
   def open(
-    self, task: Task, seed: int
+    self, task: Task, seed: int, *, alone: bool = False
   ) -> AbstractAsyncContextManager[Environment]:
-    """A fresh environment, given back at the end of `async with`."""
+    """A fresh environment, given back at the end of `async with`.
+
+    Args:
+      task: its task.
+      seed: of the episode.
+      alone: where no other one can take it along.
+    """
 
   async def score(self, task: Task, episode: Episode) -> Reward:
     """An episode's reward, within the time that a call may take."""
@@ -47,7 +53,10 @@ class LocalEnvironments:
     self._problem, self._seconds = problem, call_seconds
 
   @contextlib.asynccontextmanager
-  async def open(self, task: Task, seed: int) -> AsyncIterator[Environment]:
+  async def open(
+    self, task: Task, seed: int, *, alone: bool = False
+  ) -> AsyncIterator[Environment]:
+    """See `Environments`; what ends this process ends all of them."""
     yield self._problem.environment(task, seed)
 
   async def score(self, task: Task, episode: Episode) -> Reward:

@@ -161,7 +161,7 @@ def test_failures_stay_with_who_caused_them():
       ):
         with pytest.raises(CallFailed, match=error):
           await tell(environment, what)
-      for wanted, error in (("raise", "judge"), ("nan", "JSON")):
+      for wanted, error in (("raise", "judge"), ("nan", "must be finite")):
         task = dataclasses.replace(TASK, truth={"reward": wanted})
         with pytest.raises(CallFailed, match=error):
           await pool.score(task, episode())
@@ -198,9 +198,10 @@ def test_a_killed_worker_fails_its_episodes_and_is_replaced():
       )
       await asyncio.sleep(0.2)
       os.kill(pid, signal.SIGKILL)
-      for task in (waiting, scoring):
-        with pytest.raises(WorkerDied):
-          await task
+      with pytest.raises(WorkerDied):
+        await waiting
+      # Its own worker is still being made.
+      scoring.cancel()
       with pytest.raises(WorkerDied):
         await environment.outcome()
     async with pool.open(TASK, 0) as environment:
@@ -211,6 +212,39 @@ def test_a_killed_worker_fails_its_episodes_and_is_replaced():
 
   child = with_pool(work)
   wait_until(lambda: gone(child))
+
+
+def test_alone_nothing_takes_others_along():
+  async def work(pool):
+    async with pool.open(TASK, 0) as environment:
+      await environment.start(TASK)
+      pid = await pid_of(environment)
+      async with pool.open(TASK, 0, alone=True) as other:
+        await other.start(TASK)
+        own = await pid_of(other)
+        assert own != pid
+        with pytest.raises(WorkerDied):
+          await tell(other, "die")
+      async with pool.open(TASK, 0, alone=True) as other:
+        await other.start(TASK)
+        last = await pid_of(other)
+      assert gone(last)
+      assert await pid_of(environment) == pid
+    assert pool.replaced == 0
+
+  with_pool(work)
+
+
+def test_a_reward_is_tried_again_where_nobody_disturbs_it():
+  async def work(pool):
+    async with pool.open(TASK, 0) as environment:
+      await environment.start(TASK)
+      scoring = asyncio.create_task(pool.score(TASK, episode()))
+      with pytest.raises(WorkerDied):
+        await tell(environment, "die")
+      assert (await scoring).total == 0.1 + 0.2
+
+  with_pool(work)
 
 
 def test_a_worker_that_hangs_is_replaced():
