@@ -96,7 +96,7 @@ def train(
     stack.enter_context(hosts)
     progress.phase("corpus and tasks", 1)
     # Before the folder is touched: what can't be used costs nothing.
-    config.learner.mesh.make()
+    hosts.check(config.learner.mesh.make())
     problem = make_problem(config)
     progress.update(1, tasks=len(problem.train))
     should_stop, source = _watched(should_stop, heartbeat, hosts), None

@@ -194,6 +194,17 @@ class LearnerHosts:
   def _client(self) -> Any:
     return distributed.global_state.client
 
+  def check(self, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError if a process has no device of the learner's mesh."""
+    there = {device.process_index for device in mesh.devices.flat}
+    for index in range(self.count):
+      if index not in there:
+        raise ValueError(
+          f"learner.mesh has no device of learner {index}, of cluster.learners"
+          f" {self.count}: it has {mesh.size} of {len(jax.devices())}; with an"
+          " axis of -1 it takes all"
+        )
+
   def progress(self) -> None:
     """Notes that the first process gets on, for those who wait for it."""
     now = time.monotonic()

@@ -186,6 +186,35 @@ def test_an_interrupted_learner_ends_the_run():
   assert len(world.times("learner-0")) == 1
 
 
+def test_processes_of_a_learner_are_started_again_together():
+  world = World(learner_1=[(5.0, -9)], learner_0=[None, (30.0, 0)])
+  assert world.run(learners=3) == 0
+  # The others, which hang without it, are killed, and only the first resumes.
+  killed = [n for what, n, at in world.events if what == "kill" and at < 30]
+  assert killed == ["learner-0", "learner-2"]
+  starts = [(n, at, r) for n, at, r in world.starts if "learner" in n]
+  assert [(n, r) for n, _, r in starts] == [
+    *(("learner-0", False), ("learner-1", False), ("learner-2", False)),
+    *(("learner-0", True), ("learner-1", False), ("learner-2", False)),
+  ]
+  assert len({at for _, at, _ in starts[3:]}) == 1
+  assert len(world.said) == 1
+
+
+def test_a_learners_other_processes_may_end_before_the_first():
+  world = World(learner_1=[(8.0, 0)], learner_0=[(10.0, 0)])
+  assert world.run(learners=2) == 0
+  assert len(world.times("learner-1")) == 1
+  assert not world.said
+
+
+def test_a_known_error_of_one_process_of_a_learner_ends_all():
+  world = World(learner_1=[(3.0, 1)])
+  assert world.run(learners=2) == 1
+  assert "learner-1 ended with exit code 1" in world.said[-1]
+  assert ("kill", "learner-0") in [(what, n) for what, n, _ in world.events]
+
+
 def test_asked_to_stop_it_waits_for_the_learner_first():
   world = World()
   world.stop_at = 20.0
