@@ -103,10 +103,9 @@ class ClusterConfig:
       ("queue", self.queue),
       *(("replicas", url) for url in self.replica_urls),
     ):
-      if url and urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+      if url and not _is_address(url):
         raise ValueError(
-          f"cluster.{name} has {url!r}; an address begins with http:// or"
-          " https://"
+          f"cluster.{name} has {url!r}; an address is like http://10.0.0.7:7000"
         )
     self._validate_coordinator()
     if not self.token_file and not is_loopback(self.host):
@@ -132,3 +131,13 @@ class ClusterConfig:
       raise ValueError(
         f"cluster.coordinator is {self.coordinator!r}, not like 10.0.0.8:7001"
       )
+
+
+def _is_address(url: str) -> bool:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port
+  except ValueError:
+    return False
+  known = parts.scheme in ("http", "https")
+  return known and bool(parts.hostname) and port != 0

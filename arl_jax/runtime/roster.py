@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 ROLES = ("queue", "learner", "server", "actor", "evaluator")
+# All of them, with their counters, are told in one answer.
+_MOST_PROCESSES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +44,18 @@ class Roster:
     self._beats: dict[tuple[str, int], tuple[float, Beat]] = {}
 
   def beat(self, beat: Beat) -> None:
-    """Takes a sign of life, in place of the last one of that role and index."""
-    self._beats[beat.role, beat.index] = self._clock(), beat
+    """Takes a sign of life, in place of the last one of that role and index.
+
+    Raises:
+      ValueError: no run has so many processes.
+    """
+    who = beat.role, beat.index
+    if who not in self._beats and len(self._beats) >= _MOST_PROCESSES:
+      raise ValueError(
+        f"{beat.role} {beat.index} is one process more than the"
+        f" {_MOST_PROCESSES} that a queue keeps signs of life of"
+      )
+    self._beats[who] = self._clock(), beat
 
   def roles(self) -> list[dict[str, Any]]:
     """The beats by role and index, with `age` in seconds; JSON values."""
