@@ -138,10 +138,13 @@ def test_killed_amid_a_run_it_learns_what_one_process_learns(
   two = Launch(folder, "two", 2)
   assert two.run(kill_second) == 0, two.said
   assert killed
-  # Both went together, and the first did not wait to be found lost.
-  assert len(two.started["learner-0"]) == 2
-  assert len(two.started["learner-1"]) == 2
-  assert "learner-1 ended with signal 9" in two.said[0]
+  # Both went together, and the first did not wait to be found lost. Which end
+  # is seen first is the machine's business: without the other, either fails.
+  assert len(two.started["learner-0"]) == 2, two.said
+  assert len(two.started["learner-1"]) == 2, two.said
+  assert "learner-1 ended with signal 9" in two.said[0] or (
+    "learner-0 ended with" in two.said[0]
+  ), two.said
 
   # The mesh takes two of them; with no more, they may wait for each other for
   # good, in a pool of as many threads.
