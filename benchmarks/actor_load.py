@@ -19,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -209,13 +209,13 @@ class _Queue:
 
 class _Signs:
   def __init__(self) -> None:
-    self.counts: Counter[str] = Counter()
+    self.counts: defaultdict[str, float] = defaultdict(float)
 
   def progress(self) -> None:
     pass
 
   def count(self, name: str, amount: float = 1.0) -> None:
-    self.counts[name] += amount  # type: ignore[assignment]
+    self.counts[name] += amount
 
 
 @contextlib.asynccontextmanager

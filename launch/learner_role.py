@@ -15,7 +15,7 @@ from arl_jax.observability import provenance
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_source import RecordedGroups
+from arl_jax.runtime.group_source import Replay
 from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.problem import make_problem
@@ -99,7 +99,7 @@ def train(
     # Before the folder is touched: what can't be used costs nothing.
     hosts.check(config.learner.mesh.make())
     if config.replay and hosts.first:
-      RecordedGroups(config.replay)
+      Replay(config.replay)
     problem = make_problem(config)
     progress.update(1, tasks=len(problem.train))
     should_stop, source = _watched(should_stop, heartbeat, hosts), None

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import math
 import pathlib
 
 from absl import app, flags
 
-from arl_jax.observability.run_directory import write_atomically
+from arl_jax.runtime import recorded_groups
 from arl_jax.runtime.environments import scored
-from arl_jax.types import Group, RewardFn, from_json, to_json
+from arl_jax.runtime.recorded_groups import RecordedGroups
+from arl_jax.types import Group, RewardFn
 from launch import command
 
 _RUN_DIR = flags.DEFINE_string("run_dir", "", "Of a run that recorded groups.")
@@ -34,28 +34,21 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
   reward = _reward(_REWARD.value)
-  source, out = pathlib.Path(_RUN_DIR.value) / "groups", _out(_OUT.value)
-  paths = sorted(source.glob("*.jsonl"))
-  if not paths:
-    raise ValueError(
-      f"--run_dir={_RUN_DIR.value}: {source} holds no recorded groups; record"
-      " some with --config.rl.record_groups"
-    )
+  recorded = RecordedGroups(_RUN_DIR.value, "--run_dir")
+  out = _out(_OUT.value)
   before: list[float] = []
   after: list[float] = []
   # All are scored before anything is written.
-  files = {}
-  for path in paths:
-    groups = [_group(path, line) for line in _lines(path)]
-    scored = [_rescored(group, reward) for group in groups]
+  steps = {}
+  for step in recorded.steps:
+    groups = recorded.read(step)
+    steps[step] = tuple(_rescored(group, reward) for group in groups)
     before += [float(r) for group in groups for r in group.rewards]
-    after += [float(r) for group in scored for r in group.rewards]
-    files[path.name] = "".join(json.dumps(to_json(g)) + "\n" for g in scored)
+    after += [float(r) for group in steps[step] for r in group.rewards]
   if not after:
-    raise ValueError(f"--run_dir={_RUN_DIR.value}: {source} holds no episode")
-  (out / "groups").mkdir(parents=True)
-  for name, text in files.items():
-    write_atomically(out / "groups" / name, text)
+    raise ValueError(f"--run_dir={_RUN_DIR.value} recorded no episode")
+  for step, groups in steps.items():
+    recorded_groups.write(out, step, groups)
   print(
     f"{len(after)} episodes: mean reward {math.fsum(before) / len(before):.4f}"
     f" before, {math.fsum(after) / len(after):.4f} after"
@@ -74,20 +67,6 @@ def _rescored(group: Group, reward: RewardFn) -> Group:
       ) from error
     episodes.append(dataclasses.replace(episode, reward=found))
   return dataclasses.replace(group, episodes=tuple(episodes))
-
-
-def _lines(path: pathlib.Path) -> list[str]:
-  return path.read_text("utf-8").splitlines()
-
-
-def _group(path: pathlib.Path, line: str) -> Group:
-  try:
-    group = from_json(json.loads(line))
-  except ValueError as error:
-    raise ValueError(f"{path} holds what is no group: {error}") from error
-  if not isinstance(group, Group):
-    raise ValueError(f"{path} holds what is no group")
-  return group
 
 
 def _out(name: str) -> pathlib.Path:

@@ -41,6 +41,8 @@ WITHOUT_JAX = (
   "runtime.environment_worker",
   "runtime.environments",
   "runtime.group_queue",
+  "runtime.ledger",
+  "runtime.recorded_groups",
   "runtime.local_processes",
   "runtime.problem",
   "runtime.ray_cluster",

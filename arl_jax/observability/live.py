@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -321,8 +321,8 @@ def _growth(
 def _table(*heads: str) -> Table:
   table = Table(box=None, pad_edge=False, header_style="dim")
   for n, head in enumerate(heads):
-    justify = "right" if n and head else "left"
-    table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    justify: JustifyMethod = "right" if n and head else "left"
+    table.add_column(head, justify=justify, no_wrap=True)
   return table
 
 

@@ -10,7 +10,10 @@ from arl_jax.agents.harness import AgentConfig
 from arl_jax.agents.scripted import ScriptConfig
 from arl_jax.runtime.cluster_config import ClusterConfig
 
-T = TypeVar("T")
+if typing.TYPE_CHECKING:
+  from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def _make(cls, **values):
@@ -108,7 +111,7 @@ def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
   """
   hints = typing.get_type_hints(cls)
   values = {}
-  for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+  for field in dataclasses.fields(cls):
     if field.name not in data:
       raise ValueError(f"the configuration lacks {cls.__name__}.{field.name}")
     values[field.name] = _value(hints[field.name], data[field.name])

@@ -73,7 +73,8 @@ def run(
   Raises:
     ValueError: something in the configuration can't be.
     TimeoutError: the queue, or all servers, stayed away.
-    RuntimeError: environment workers can't be started, or beats be sent.
+    RuntimeError: environment workers can't be started.
+    ConnectionError: the queue refuses signs of life.
   """
   allow_files(config.cluster.episodes + _OTHER_FILES)
   with Heartbeat(config.cluster, "actor", index) as signs:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from arl_jax.runtime import ledger
+from arl_jax.runtime.ledger import Open
 from arl_jax.runtime.task_source import Draw, Source, TaskSource
 from arl_jax.types import NO_VERSION, Group
 
@@ -98,18 +100,6 @@ class Batch:
   waiting: int
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Open:
-  """A draw that isn't trained yet: due, with an actor, or ready."""
-
-  draw: Draw
-  attempt: int = 1
-  failures: int = 0
-  actor: str | None = None
-  expires: float = 0.0
-  group: Group | None = None
-
-
 class GroupQueue:
   """Hands out tasks and takes groups, so that each is trained at most once.
 
@@ -134,7 +124,7 @@ class GroupQueue:
     """
     self._lease_seconds, self._clock = lease_seconds, clock
     self._start: Start | None = None
-    self._open: dict[int, _Open] = {}
+    self._open: dict[int, Open] = {}
     self._drops: Counter[str] = Counter()
     # The last answer, which may have been lost on its way.
     self._taken: tuple[int, Batch] | None = None
@@ -166,9 +156,9 @@ class GroupQueue:
       skip_below=start.skip_below,
       skip_above=start.skip_above,
     )
-    opened: dict[int, _Open] = {}
+    opened: dict[int, Open] = {}
     if start.ledger is not None:
-      opened = _go_to(start.ledger, source, start.sources)
+      opened = ledger.read(start.ledger, source, start.sources)
     there = [o.group for o in self._open.values() if o.group is not None]
     # Of two, the commit's.
     for group in (*there, *start.groups):
@@ -213,7 +203,7 @@ class GroupQueue:
     self._training = len(groups)
     batch = Batch(
       groups=tuple(groups),
-      ledger=self._ledger(),
+      ledger=ledger.write(self._source, self._open),
       ended=ended,
       drops=dict(self._drops),
       waiting=len(ready) - len(groups),
@@ -267,7 +257,7 @@ class GroupQueue:
       if due:
         found = self._open[due.pop(0)]
       elif self._room() and (draw := self._source.draw()) is not None:
-        found = self._open[draw.number] = _Open(draw)
+        found = self._open[draw.number] = Open(draw)
       else:
         break
       found.actor = actor
@@ -366,7 +356,7 @@ class GroupQueue:
       raise NotBegun("no learner has begun a run with this queue yet")
     return self._start
 
-  def _held(self, actor: str, lease: Lease) -> _Open | None:
+  def _held(self, actor: str, lease: Lease) -> Open | None:
     found = self._open.get(lease.number)
     same = found is not None and (
       (found.actor, found.attempt) == (actor, lease.attempt)
@@ -385,7 +375,7 @@ class GroupQueue:
       return False
     if (draw := self._source.draw()) is None:
       return True
-    self._open[draw.number] = _Open(draw)
+    self._open[draw.number] = Open(draw)
     return False
 
   def _expire(self) -> None:
@@ -407,12 +397,12 @@ class GroupQueue:
     staleness = self._version - min(oldest, default=self._version)
     return staleness > self._known().max_staleness
 
-  def _reopen(self, found: _Open, reason: str) -> str:
+  def _reopen(self, found: Open, reason: str) -> str:
     found.group = found.actor = None
     found.attempt += 1
     return self._drop(reason)
 
-  def _fail(self, found: _Open) -> None:
+  def _fail(self, found: Open) -> None:
     found.failures += 1
     if found.failures >= self._known().tries:
       del self._open[found.draw.number]
@@ -424,48 +414,6 @@ class GroupQueue:
   def _drop(self, reason: str) -> str:
     self._drops[reason] += 1
     return reason
-
-  def _ledger(self) -> dict[str, Any]:
-    return {
-      "source": self._source.state(),
-      "open": [
-        [n, o.draw.task_id, o.draw.epoch, o.attempt]
-        for n, o in sorted(self._open.items())
-      ],
-    }
-
-
-def _go_to(
-  ledger: Mapping[str, Any], source: TaskSource, sources: Sequence[Source]
-) -> dict[int, _Open]:
-  """Has a source go on where a ledger is; gives what is open in it.
-
-  Raises:
-    ValueError: names the field that can't be.
-  """
-  for name, kind in (("source", Mapping), ("open", Sequence)):
-    if not isinstance(ledger.get(name), kind):
-      raise ValueError(f"ledger.{name} is {ledger.get(name)!r:.80}")
-  source.go_to(ledger["source"])
-  task_ids = {task_id for s in sources for task_id in s.task_ids}
-  opened: dict[int, _Open] = {}
-  for row in ledger["open"]:
-    match row:
-      case [int(number), str(task_id), int(epoch), int(attempt)] if (
-        0 <= number < ledger["source"]["drawn"]
-        and number not in opened
-        and task_id in task_ids
-        and epoch >= 0
-        and attempt >= 1
-      ):
-        draw = Draw(number=number, task_id=task_id, epoch=epoch)
-        opened[number] = _Open(draw, attempt)
-      case _:
-        raise ValueError(
-          f"ledger.open has {row!r:.80}, not the number, task, epoch and"
-          " attempt of a draw, each draw once and each task one of the run's"
-        )
-  return opened
 
 
 def _number(group: Group) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import abc
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -16,11 +15,12 @@ from arl_jax.runtime.actor import Job
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_queue import Batch
 from arl_jax.runtime.problem import Problem
+from arl_jax.runtime.recorded_groups import RecordedGroups
 from arl_jax.runtime.task_source import Source, TaskSource, mixed, parse_mixture
-from arl_jax.types import Episode, Group, Task, from_json
+from arl_jax.types import Episode, Group, Task
 
 
-class GroupSource(Protocol):
+class GroupSource(abc.ABC):
   """What the trainer asks for groups."""
 
   def begin(
@@ -30,7 +30,7 @@ class GroupSource(Protocol):
     ledger: Mapping[str, Any] | None,
     groups: Sequence[Group],
   ) -> None:
-    """Goes on from a commit.
+    """Goes on from a commit, if its position matters.
 
     Args:
       lineage: of the weights from here on.
@@ -38,7 +38,9 @@ class GroupSource(Protocol):
       ledger: of the commit; None for the first task.
       groups: that waited in it.
     """
+    del lineage, version, ledger, groups
 
+  @abc.abstractmethod
   def take(self, step: int, version: int) -> Batch:
     """The groups of a step, by weights no older than allowed.
 
@@ -49,9 +51,12 @@ class GroupSource(Protocol):
 
   def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
     """Groups of tasks that are open in a ledger and rolled out already."""
+    del ledger
+    return ()
 
   def metrics(self) -> dict[str, float]:
     """Of the roles that roll out, since the call before."""
+    return {}
 
 
 def sources(config: Config, tasks: Sequence[Task]) -> tuple[Source, ...]:
@@ -77,7 +82,7 @@ def say_ended(config: Config, step: int, drops: Mapping[str, int]) -> None:
   )
 
 
-class LocalGroups:
+class LocalGroups(GroupSource):
   """Rolled out in this process, by the weights that the step updates."""
 
   def __init__(
@@ -152,72 +157,21 @@ class LocalGroups:
       waiting=0,
     )
 
-  def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
-    del ledger
-    return ()
 
-  def metrics(self) -> dict[str, float]:
-    return {}
-
-
-class RecordedGroups:
+class Replay(GroupSource):
   """Those that another run recorded, step by step."""
 
   def __init__(self, run_dir: str):
-    """Args: run_dir: of a run with `rl.record_groups`.
-
-    Raises:
-      ValueError: it holds none.
-    """
-    self._folder = pathlib.Path(run_dir) / "groups"
-    self._steps = {
-      int(p.stem): p for p in self._folder.glob("*.jsonl") if p.stem.isdecimal()
-    }
-    if not self._steps:
-      raise ValueError(
-        f"replay is {run_dir!r}, but {self._folder} holds no recorded groups;"
-        " record some with --config.rl.record_groups"
-      )
-
-  def begin(
-    self,
-    lineage: str,
-    version: int,
-    ledger: Mapping[str, Any] | None,
-    groups: Sequence[Group],
-  ) -> None:
-    del lineage, version, ledger, groups
+    """Args: run_dir: of that run. Raises as `RecordedGroups`."""
+    self._recorded = RecordedGroups(run_dir, "replay")
 
   def take(self, step: int, version: int) -> Batch:
     """Raises ValueError for a file that holds something else."""
     del version
-    groups = []
-    if (path := self._steps.get(step)) is not None:
-      for line in path.read_bytes().splitlines():
-        groups.append(_recorded(path, line))
     return Batch(
-      groups=tuple(groups),
+      groups=self._recorded.read(step),
       ledger={},
-      ended=step >= max(self._steps),
+      ended=step >= self._recorded.steps[-1],
       drops={},
       waiting=0,
     )
-
-  def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
-    del ledger
-    return ()
-
-  def metrics(self) -> dict[str, float]:
-    return {}
-
-
-def _recorded(path: pathlib.Path, line: bytes) -> Group:
-  try:
-    group = from_json(json.loads(line))
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path} holds what is no group: {error}") from error
-  if not isinstance(group, Group):
-    raise ValueError(f"{path} holds what is no group")
-  if not all(e.reward is not None for e in group.episodes):
-    raise ValueError(f"{path} holds group {group.group_id} without rewards")
-  return group

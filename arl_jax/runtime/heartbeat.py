@@ -75,10 +75,10 @@ class Heartbeat:
     """Says that this process got on with its work.
 
     Raises:
-      RuntimeError: beats can't be sent, for a reason that doesn't pass.
+      ConnectionError: beats can't be sent, for a reason that doesn't pass.
     """
     if self._failure is not None:
-      raise RuntimeError(
+      raise ConnectionError(
         f"signs of life of {self._who['role']} {self._who['index']} can't be"
         f" sent: {self._failure}"
       ) from self._failure

@@ -10,7 +10,12 @@ from typing import Any
 from arl_jax.runtime.actor import Interrupted
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_queue import Batch, NotBegun, Start
-from arl_jax.runtime.group_source import groups_per_step, say_ended, sources
+from arl_jax.runtime.group_source import (
+  GroupSource,
+  groups_per_step,
+  say_ended,
+  sources,
+)
 from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.queue_client import LearnerQueue
@@ -34,8 +39,8 @@ _MEANS = {
 }
 
 
-class QueueGroups:
-  """A `GroupSource` that has actors roll out.
+class QueueGroups(GroupSource):
+  """Has actors roll out.
 
   The learner knows at any time what the queue must know, so a queue that died
   begins again from it: what was open at the last step's groups.
@@ -56,7 +61,6 @@ class QueueGroups:
     self._wanted = groups_per_step(config, self._sources)
     self._lineage = ""
     self._ledger: Mapping[str, Any] | None = None
-    self._version = 0
     self._counters: dict[tuple[str, str], float] = {}
 
   def begin(
@@ -91,7 +95,9 @@ class QueueGroups:
     )
 
   def take(self, step: int, version: int) -> Batch:
-    limit = time.monotonic() + self._config.cluster.patience
+    """See `GroupSource`; episodes may take as long as they get on."""
+    patience = self._config.cluster.patience
+    limit, done = time.monotonic() + patience, -1.0
     while True:
       if self._should_stop():
         raise Interrupted
@@ -106,11 +112,28 @@ class QueueGroups:
         if batch.ended and step < self._config.rl.steps:
           say_ended(self._config, step, batch.drops)
         return batch
-      if time.monotonic() > limit:
+      now = time.monotonic()
+      if (more := self._done()) != done:
+        limit, done = now + patience, more
+      if now > limit:
         raise TimeoutError(
-          f"waited {self._config.cluster.patience:.0f} s for {self._wanted}"
-          f" groups of step {step}; the queue says {self._queue.status()}"
+          f"waited {patience:.0f} s for {self._wanted} groups of step {step},"
+          " and no actor took a turn or ended an episode; the queue says"
+          f" {self._queue.status()}"
         )
+
+  def _done(self) -> float:
+    """Grows while actors get on with what this learner waits for."""
+    try:
+      roles = self._queue.roles()
+    except TimeoutError:
+      return -1.0
+    return sum(
+      role["counters"].get(name, 0.0)
+      for role in roles
+      for name in ("turns", "episodes")
+      if role["role"] == "actor"
+    )
 
   def waiting(self, ledger: Mapping[str, Any]) -> tuple[Group, ...]:
     opened = {f"{number}/{task}" for number, task, *_ in ledger["open"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,23 +23,27 @@ from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import (
   RunDirectory,
-  write_atomically,
 )
-from arl_jax.runtime import learner_hosts, rollout_metrics, warm_start
+from arl_jax.runtime import (
+  learner_hosts,
+  recorded_groups,
+  rollout_metrics,
+  warm_start,
+)
 from arl_jax.runtime.actor import Interrupted, Job
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_queue import Batch
 from arl_jax.runtime.group_source import (
   GroupSource,
   LocalGroups,
-  RecordedGroups,
+  Replay,
 )
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
 from arl_jax.runtime.position import Position
 from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
-from arl_jax.types import Episode, Group, to_json
+from arl_jax.types import Episode, Group
 from arl_jax.weights.publisher import open_publisher
 
 T = TypeVar("T")
@@ -124,7 +127,7 @@ class Trainer:
 
   def _own_source(self) -> GroupSource:
     if self.config.mode == "train_only":
-      return RecordedGroups(self.config.replay)
+      return Replay(self.config.replay)
     return LocalGroups(
       self.config,
       self.problem,
@@ -298,7 +301,7 @@ class Trainer:
     recorded = self.config.rl.record_groups
     recorded |= self.config.mode == "rollout_only"
     if recorded and (batch.groups or not batch.ended):
-      self._record(step, batch.groups)
+      recorded_groups.write(self._run_path, step, batch.groups)
     return batch
 
   def _rl_step(self, step: int, batch: Batch) -> dict[str, float]:
@@ -325,12 +328,6 @@ class Trainer:
     if updated:
       self._publish()
     return values | updated
-
-  def _record(self, step: int, groups: Sequence[Group]) -> None:
-    folder = self._run_path / "groups"
-    folder.mkdir(exist_ok=True)
-    lines = (json.dumps(to_json(group)) + "\n" for group in groups)
-    write_atomically(folder / f"{step:06d}.jsonl", "".join(lines))
 
   # Shared by the phases.
 

@@ -34,6 +34,7 @@ from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
 from arl_jax.runtime.problem import make_problem
 from arl_jax.types import from_json
 from arl_jax.weights import Publisher, Subscriber
+from tests import made_up_corpus
 
 ROOT = pathlib.Path(__file__).parents[2]
 TASKS = 5
@@ -41,19 +42,8 @@ TASKS = 5
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-  """Made-up words, each of which occurs four times."""
-  draw = random.Random(0)
-  syllables = [c + v for c in "bdklmnrst" for v in "aeiou"]
-  words = sorted({"".join(draw.sample(syllables, 3)) for _ in range(330)})
-  stream = words * 4
-  draw.shuffle(stream)
   path = tmp_path_factory.mktemp("corpus")
-  for d in range(20):
-    lines = []
-    for s in range(8):
-      picked = [stream.pop() for _ in range(8)]
-      lines.append(f"{' '.join(picked)} Item_{d}_{s}.")
-    (path / f"d{d}.txt").write_text("\n\n".join(lines))
+  made_up_corpus.write(path)
   return path
 
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests import made_up_corpus
 from tests.data import toy_chat
 
 _OFFLINE = """
@@ -82,17 +83,7 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rl_loop(tmp_path_factory):
-  """Text of a configuration, on made-up words that occur four times each."""
-  draw = random.Random(0)
-  syllables = [c + v for c in "bdklmnrst" for v in "aeiou"]
-  words = sorted({"".join(draw.sample(syllables, 3)) for _ in range(330)})
-  stream = words * 4
-  draw.shuffle(stream)
+  """Text of a configuration, on made-up words."""
   path = tmp_path_factory.mktemp("corpus")
-  for d in range(20):
-    lines = []
-    for s in range(8):
-      picked = [stream.pop() for _ in range(8)]
-      lines.append(f"{' '.join(picked)} Item_{d}_{s}.")
-    (path / f"d{d}.txt").write_text("\n\n".join(lines))
+  made_up_corpus.write(path)
   return _LOOP.format(corpus=str(path))

@@ -9,13 +9,13 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from arl_jax.learner.throughput import OF_THE_MACHINE
 from arl_jax.observability import metrics
+from tests.launch.programs import train
 
 pytestmark = pytest.mark.slow
 
@@ -29,22 +29,13 @@ def folder(tmp_path_factory):
 
 
 def launch(folder, config, run_dir, *flags):
-  """The program, with compiled functions shared by all of this file."""
-  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment |= {
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-  return subprocess.Popen(
-    [
-      *(sys.executable, "-m", "launch.train", f"--config={config}"),
-      *(f"--config.run_dir={run_dir}", *flags),
-    ],
-    cwd=ROOT,
-    env=environment,
+  return train(
+    folder,
+    config,
+    run_dir,
+    *flags,
     stdout=subprocess.DEVNULL,
     stderr=subprocess.PIPE,
-    text=True,
   )
 
 

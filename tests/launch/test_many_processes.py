@@ -5,12 +5,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from arl_jax.observability import metrics
+from tests.launch.programs import train
 
 pytestmark = pytest.mark.slow
 
@@ -34,23 +34,15 @@ def config(folder, rl_loop):
 
 
 def launch(folder, config, run_dir, *flags):
-  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment |= {
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-  return subprocess.Popen(
-    [
-      *(sys.executable, "-m", "launch.train", f"--config={config}"),
-      *(f"--config.run_dir={run_dir}", "--config.rl.substeps=1"),
-      *(f"--config.rl.steps={STEPS}", "--config.weights.dtype=float32"),
-      *flags,
-    ],
-    cwd=ROOT,
-    env=environment,
+  return train(
+    folder,
+    config,
+    run_dir,
+    "--config.rl.substeps=1",
+    *(f"--config.rl.steps={STEPS}", "--config.weights.dtype=float32"),
+    *flags,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
-    text=True,
   )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from arl_jax.agents.harness import derive_seed
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_source import LocalGroups, RecordedGroups
+from arl_jax.runtime.group_source import LocalGroups, Replay
 from arl_jax.types import Episode, Reward, StopReason, Task, to_json
 
 
@@ -128,7 +128,7 @@ class TestRecorded:
     recorded = [local(config).take(1, 0), local(config, 5).take(1, 0)]
     for step, batch in enumerate(recorded, 1):
       self.write(tmp_path, step, *batch.groups)
-    source = RecordedGroups(str(tmp_path))
+    source = Replay(str(tmp_path))
     found = [source.take(step, 0) for step in (1, 2)]
     assert [names(b) for b in found] == [names(b) for b in recorded]
     assert [b.ended for b in found] == [False, True]
@@ -138,14 +138,14 @@ class TestRecorded:
 
   def test_no_groups_is_one_line(self, tmp_path):
     with pytest.raises(ValueError, match="holds no recorded groups"):
-      RecordedGroups(str(tmp_path))
+      Replay(str(tmp_path))
 
   def test_something_else_in_a_file(self, tmp_path):
     self.write(tmp_path, 1)
     path = tmp_path / "groups" / "000001.jsonl"
     path.write_text(json.dumps(to_json(tasks(1)[0])) + "\n")
     with pytest.raises(ValueError, match="no group"):
-      RecordedGroups(str(tmp_path)).take(1, 0)
+      Replay(str(tmp_path)).take(1, 0)
 
 
 def test_tasks_beside_the_mixture_fill_no_step(config):
@@ -171,4 +171,4 @@ def test_a_damaged_recording_is_named(tmp_path, line):
   path = tmp_path / "groups" / "000001.jsonl"
   path.write_bytes(line.encode("latin-1") + b"\n")
   with pytest.raises(ValueError, match=r"000001\.jsonl holds what is no group"):
-    RecordedGroups(str(tmp_path)).take(1, 0)
+    Replay(str(tmp_path)).take(1, 0)

@@ -140,6 +140,26 @@ def test_what_it_waits_for_is_said(config):
   assert source._heartbeat.beats > 2
 
 
+def test_it_waits_as_long_as_actors_get_on(config):
+  """Episodes of real agents take longer than anybody's patience."""
+  queue = Queue()
+  began = time.monotonic()
+
+  def should_stop():
+    # A turn now and then, for more than three times as long as its patience.
+    turns = int(10 * (time.monotonic() - began))
+    actor = {"role": "actor", "index": 0, "pid": 1, "counters": {}}
+    queue.counters = [{**actor, "counters": {"turns": float(turns)}}]
+    if turns == 10:
+      deliver(queue, 2)
+    return False
+
+  source = source_of(config, queue, should_stop)
+  source.begin("one", 0, None, ())
+  assert len(source.take(1, 0).groups) == 2
+  assert time.monotonic() - began > 3 * config.cluster.patience
+
+
 def test_a_stop_ends_the_wait(config):
   queue = Queue()
   source = source_of(config, queue, should_stop=lambda: True)
