@@ -27,14 +27,14 @@ import httpx
 import numpy as np
 from absl import app, flags, logging
 
+from arl_jax.actors.config import ActorConfig
+from arl_jax.actors.environments import LocalEnvironments
+from arl_jax.actors.replicas import Replicas
+from arl_jax.actors.role import Actor, allow_files
 from arl_jax.chat.renderer import Renderer, usage_symbols
 from arl_jax.chat.tokenizer import Tokenizer
-from arl_jax.runtime.actor_config import ActorConfig
-from arl_jax.runtime.actor_role import Actor, allow_files
-from arl_jax.runtime.cluster_config import ClusterConfig
-from arl_jax.runtime.environments import LocalEnvironments
-from arl_jax.runtime.group_queue import Lease
-from arl_jax.runtime.replicas import Replicas
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.queueing.group_queue import Lease
 from arl_jax.types import Group, Observation, Reward, Task
 
 _SMOKE = flags.DEFINE_bool("smoke", False, "Few episodes, for a second.")

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from arl_jax.problems.search import SearchProblem
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.problem import SearchProblem
 from arl_jax.types import Environment, Observation, Task, ToolCall
 
 _SECONDS = (0.2, 2.0)

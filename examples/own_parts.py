@@ -14,8 +14,8 @@ from absl import app, flags
 from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.problems.search import SearchProblem
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.problem import SearchProblem
 from arl_jax.types import Episode, Reward, Task
 
 _RUN_DIR = flags.DEFINE_string("run_dir", "runs/own_parts", "Where it writes.")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from arl_jax.runtime.actor import Interrupted
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.runtime.host_memory import keep_freed_memory
 
 

@@ -9,18 +9,18 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from arl_jax.cluster.heartbeat import Heartbeat
 from arl_jax.evaluation import suites
 from arl_jax.evaluation.experiment import run_experiment
 from arl_jax.observability import provenance
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
+from arl_jax.problems.problem import make_problem
+from arl_jax.queueing.transport import learner_queue
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import Replay
-from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
-from arl_jax.runtime.problem import make_problem
 from arl_jax.runtime.queue_groups import QueueGroups
-from arl_jax.runtime.transport import learner_queue
 
 # Fields that may differ when a run goes on.
 MUTABLE = (

@@ -17,8 +17,8 @@ import pathlib
 
 from absl import app, flags
 
+from arl_jax.actors.environments import scored
 from arl_jax.runtime import recorded_groups
-from arl_jax.runtime.environments import scored
 from arl_jax.runtime.recorded_groups import RecordedGroups
 from arl_jax.types import Group, RewardFn
 from launch import command

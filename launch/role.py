@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 
-from arl_jax.runtime import actor_config
+from arl_jax.actors import config as actor_config
 from arl_jax.runtime.host_memory import keep_freed_memory
 from launch import command
 
@@ -42,10 +42,10 @@ class Role(NamedTuple):
 
 
 ROLES = {
-  "queue": Role("arl_jax.runtime.queue_service", False),
+  "queue": Role("arl_jax.queueing.service", False),
   "learner": Role("launch.learner_role", True),
   "server": Role("arl_jax.runtime.server_role", True),
-  "actor": Role("arl_jax.runtime.actor_role", False),
+  "actor": Role("arl_jax.actors.role", False),
   "evaluator": Role("arl_jax.evaluation.evaluator", True),
 }
 # That a role gets to stop in once its supervisor is gone.

@@ -12,15 +12,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from arl_jax.runtime.config import Config
-from arl_jax.runtime.local_processes import LocalProcesses, assign_addresses
-from arl_jax.runtime.signs import QueueSigns
-from arl_jax.runtime.supervisor import (
+from arl_jax.cluster.local_processes import LocalProcesses, assign_addresses
+from arl_jax.cluster.signs import QueueSigns
+from arl_jax.cluster.supervisor import (
   Processes,
   Signs,
   Supervisor,
   processes_of,
 )
+from arl_jax.runtime.config import Config
 from launch.role import ROLES
 
 

@@ -6,9 +6,9 @@ import copy
 import itertools
 from typing import NamedTuple
 
+from arl_jax.cluster.local_processes import assign_addresses
+from arl_jax.cluster.supervisor import processes_of
 from arl_jax.runtime.config import Config, explain_field
-from arl_jax.runtime.local_processes import assign_addresses
-from arl_jax.runtime.supervisor import processes_of
 from arl_jax.serving.config import is_loopback
 
 _ROLES = ("queue", "learner", "server", "actor", "evaluator")

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 
 from absl import logging
 
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.checkpoints.failure import DamagedError
+from arl_jax.cluster.heartbeat import Heartbeat
 from arl_jax.evaluation import suites
 from arl_jax.evaluation.best import policy_shapes
 from arl_jax.evaluation.schedule import Published, Schedule
 from arl_jax.evaluation.score_folder import ScoreFolder
 from arl_jax.evaluation.scores import FOLDER
 from arl_jax.observability.queue_probe import ask
-from arl_jax.runtime.actor import Interrupted
+from arl_jax.problems.problem import Problem, make_problem
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.heartbeat import Heartbeat
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
-from arl_jax.runtime.problem import Problem, make_problem
 from arl_jax.serving.config import read_token
 from arl_jax.types import Episode, Group
 from arl_jax.weights import MissingError, Subscriber, Version

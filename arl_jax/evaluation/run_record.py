@@ -9,12 +9,12 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from arl_jax.actors.config import ActorConfig, from_json
 from arl_jax.evaluation import scores
 from arl_jax.evaluation.report import write_report
 from arl_jax.observability import metrics
 from arl_jax.observability.live import planned
-from arl_jax.runtime.actor_config import ActorConfig, from_json
-from arl_jax.runtime.problem import make_problem
+from arl_jax.problems.problem import make_problem
 from arl_jax.types import Episode, Group, Task
 from arl_jax.types import from_json as record_from_json
 

@@ -20,7 +20,7 @@ from arl_jax.observability.chips import CHIPS
 # runs of the same may differ in them.
 OF_THE_MACHINE = (
   *("seconds", "tokens_per_second", "share_of_peak_flops"),
-  *("compilations", "memory_bytes"),
+  *("compilations", "memory_bytes", "idle_learner"),
 )
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"

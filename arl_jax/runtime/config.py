@@ -5,12 +5,12 @@ import difflib
 import math
 
 from arl_jax import losses
+from arl_jax.actors.config import ActorConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
+from arl_jax.queueing.task_source import parse_mixture
 from arl_jax.rollout.engine_config import EngineConfig
-from arl_jax.runtime.actor_config import ActorConfig
-from arl_jax.runtime.task_source import parse_mixture
 from arl_jax.weights.config import WeightsConfig
 
 MODES = ("train", "rollout_only", "train_only", "simulated_learner")

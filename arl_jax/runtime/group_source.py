@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from arl_jax.actors.jobs import Job
 from arl_jax.agents.harness import derive_seed
-from arl_jax.runtime.actor import Job
+from arl_jax.problems.problem import Problem
+from arl_jax.queueing.group_queue import Batch
+from arl_jax.queueing.task_source import (
+  Source,
+  TaskSource,
+  mixed,
+  parse_mixture,
+)
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_queue import Batch
-from arl_jax.runtime.problem import Problem
 from arl_jax.runtime.recorded_groups import RecordedGroups
-from arl_jax.runtime.task_source import Source, TaskSource, mixed, parse_mixture
 from arl_jax.types import Episode, Group, Task
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
-from arl_jax.runtime import queue_messages as messages
-from arl_jax.runtime.actor import Interrupted
-from arl_jax.runtime.cluster_config import ClusterConfig
-from arl_jax.runtime.group_queue import Batch
+from arl_jax.actors.jobs import Interrupted
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.queueing import messages
+from arl_jax.queueing.group_queue import Batch
 from arl_jax.serving.config import is_loopback
 from arl_jax.types import Episode, from_json, to_json
 

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from arl_jax.actors.jobs import Job, run_jobs
 from arl_jax.agents.harness import derive_seed
 from arl_jax.model.config import ModelConfig
+from arl_jax.problems.problem import Problem
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
-from arl_jax.runtime.actor import Job, run_jobs
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.problem import Problem
 from arl_jax.types import Episode
 
 

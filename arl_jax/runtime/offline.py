@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from arl_jax import checkpoints, losses
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.chat.pretrained import load_tokenizer
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.data.conversations import Refused, Segments
@@ -26,7 +27,6 @@ from arl_jax.observability import metrics
 from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
-from arl_jax.runtime.actor import Interrupted
 from arl_jax.runtime.offline_config import OfflineConfig
 from arl_jax.types import Group
 

@@ -7,19 +7,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from arl_jax.runtime.actor import Interrupted
+from arl_jax.actors.jobs import Interrupted
+from arl_jax.cluster.heartbeat import Heartbeat
+from arl_jax.problems.problem import Problem
+from arl_jax.queueing.client import LearnerQueue
+from arl_jax.queueing.group_queue import Batch, NotBegun, Start
+from arl_jax.queueing.ray_client import RayLearnerQueue
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_queue import Batch, NotBegun, Start
 from arl_jax.runtime.group_source import (
   GroupSource,
   groups_per_step,
   say_ended,
   sources,
 )
-from arl_jax.runtime.heartbeat import Heartbeat
-from arl_jax.runtime.problem import Problem
-from arl_jax.runtime.queue_client import LearnerQueue
-from arl_jax.runtime.ray_queue_client import RayLearnerQueue
 from arl_jax.types import Group
 
 # Between two looks whether the run was asked to stop.

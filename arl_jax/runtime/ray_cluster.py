@@ -17,11 +17,12 @@ from typing import Any
 
 from absl import logging
 
-from arl_jax.runtime import actor_config, ray_queue
-from arl_jax.runtime.cluster_config import ClusterConfig
+from arl_jax.actors import config as actor_config
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.cluster.signs import QueueSigns
+from arl_jax.cluster.supervisor import Sign, processes_of
+from arl_jax.queueing import ray_queue
 from arl_jax.runtime.ray_host import Place, RoleHost, write_token
-from arl_jax.runtime.signs import QueueSigns
-from arl_jax.runtime.supervisor import Sign, processes_of
 from arl_jax.serving.config import read_token
 
 # Roles that others call, and who must know their address.

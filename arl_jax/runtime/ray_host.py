@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from arl_jax.runtime import actor_config, ray_queue
-from arl_jax.runtime.actor import Interrupted
-from arl_jax.runtime.queue_service import address
+from arl_jax.actors import config as actor_config
+from arl_jax.actors.jobs import Interrupted
+from arl_jax.queueing import ray_queue
+from arl_jax.queueing.service import address
 
 # Below the ports that the system gives to connections.
 _PORTS = range(10000, 32768)

@@ -14,12 +14,12 @@ import jax
 from absl import logging
 
 from arl_jax import sharding
+from arl_jax.cluster.heartbeat import Heartbeat
 from arl_jax.model import transformer
+from arl_jax.problems.problem import make_problem
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler_config import SchedulerConfig
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.heartbeat import Heartbeat
-from arl_jax.runtime.problem import make_problem
 from arl_jax.serving.assembly import scheduler_maker
 from arl_jax.serving.config import ServingConfig
 from arl_jax.serving.server import Server

@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 
 from arl_jax import losses
+from arl_jax.actors.jobs import Interrupted, Job
 from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.learner import Experience, Learner, of_group
@@ -24,15 +25,15 @@ from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import (
   RunDirectory,
 )
+from arl_jax.problems.problem import Problem
+from arl_jax.queueing.group_queue import Batch
 from arl_jax.runtime import (
   learner_hosts,
   recorded_groups,
   rollout_metrics,
   warm_start,
 )
-from arl_jax.runtime.actor import Interrupted, Job
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_queue import Batch
 from arl_jax.runtime.group_source import (
   GroupSource,
   LocalGroups,
@@ -41,7 +42,6 @@ from arl_jax.runtime.group_source import (
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
 from arl_jax.runtime.position import Position
-from arl_jax.runtime.problem import Problem
 from arl_jax.sharding import MeshConfig
 from arl_jax.types import Episode, Group
 from arl_jax.weights.publisher import open_publisher

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
+from arl_jax.actors.jobs import Job, run_jobs
 from arl_jax.agents.harness import derive_seed
 from arl_jax.data import sft
-from arl_jax.runtime.actor import Job, run_jobs
+from arl_jax.problems.problem import Problem
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.problem import Problem
 from arl_jax.types import Episode, Segment, Task
 
 

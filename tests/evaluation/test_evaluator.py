@@ -27,11 +27,11 @@ from arl_jax.evaluation.schedule import Schedule
 from arl_jax.evaluation.score_folder import ScoreFolder
 from arl_jax.evaluation.scores import ScoreLog, path_of, read, valid
 from arl_jax.model import transformer
+from arl_jax.problems.problem import make_problem
 from arl_jax.rollout.engine import Engine
 from arl_jax.runtime import local_rollouts
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
-from arl_jax.runtime.problem import make_problem
 from arl_jax.types import from_json
 from arl_jax.weights import Publisher, Subscriber
 from tests import made_up_corpus
@@ -406,7 +406,7 @@ class Queue:
 CHILD = """
 import json, pathlib, sys
 from arl_jax.evaluation import evaluator
-from arl_jax.runtime.actor_config import from_json
+from arl_jax.actors.config import from_json
 from arl_jax.runtime.config import Config
 config = from_json(Config, json.loads(pathlib.Path(sys.argv[1]).read_text()))
 evaluator.run(config, 0, lambda: pathlib.Path(sys.argv[2]).exists())
@@ -472,7 +472,8 @@ def test_killed_at_any_moment_it_scores_each_version_once(
     publisher.close()
     beat = queue.beats[-1]
   assert (beat["role"], beat["index"]) == ("evaluator", 0)
-  assert beat["counters"]["evaluations"] <= 1
+  # None, if the line was written before the kill.
+  assert beat["counters"].get("evaluations", 0) <= 1
   assert [e[:2] for e in lines(config)] == [(0, "a"), (2, "a")]
   for version in (0, 2):
     assert len(trajectories(config, version)) == TASKS

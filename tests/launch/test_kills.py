@@ -87,11 +87,7 @@ def computed(run_dir):
   kept = [(line["phase"], line["step"]) for line in lines]
   assert len(kept) == len(set(kept))
   return {
-    at: {
-      k: v
-      for k, v in line.items()
-      if k not in ("time", "idle_learner", *OF_THE_MACHINE)
-    }
+    at: {k: v for k, v in line.items() if k not in ("time", *OF_THE_MACHINE)}
     for at, line in zip(kept, lines, strict=True)
   }
 

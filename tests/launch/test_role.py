@@ -14,10 +14,10 @@ import time
 import httpx
 import pytest
 
-from arl_jax.runtime.actor_config import ActorConfig
-from arl_jax.runtime.cluster_config import ClusterConfig
+from arl_jax.actors.config import ActorConfig
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.cluster.local_processes import assign_addresses
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.local_processes import assign_addresses
 from launch import role, supervise
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,23 +11,23 @@ import jax
 import numpy as np
 import pytest
 
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.cluster.local_processes import LocalProcesses, assign_addresses
+from arl_jax.cluster.supervisor import Supervisor
 from arl_jax.model import transformer
 from arl_jax.observability import metrics
+from arl_jax.problems.problem import make_problem
+from arl_jax.queueing.group_queue import Batch, Lease
 from arl_jax.runtime import learner_hosts
-from arl_jax.runtime.cluster_config import ClusterConfig
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_queue import Batch, Lease
 from arl_jax.runtime.learner_hosts import LearnerHosts
-from arl_jax.runtime.local_processes import LocalProcesses, assign_addresses
-from arl_jax.runtime.problem import make_problem
-from arl_jax.runtime.supervisor import Supervisor
 from arl_jax.sharding import make_mesh, shapes
 from arl_jax.types import to_json
 from arl_jax.weights import Subscriber
-from tests.runtime import leased_groups
+from tests.queueing import leased_groups
 
 STEPS = 5
-PROBLEM = "tests.runtime.echo_problem:Problem"
+PROBLEM = "tests.actors.echo_problem:Problem"
 # Compiled faster, in the same order of operations.
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from arl_jax.runtime.actor import Interrupted
+from arl_jax.actors.jobs import Interrupted
+from arl_jax.queueing.group_queue import GroupQueue, NotBegun
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.group_queue import GroupQueue, NotBegun
 from arl_jax.runtime.queue_groups import QueueGroups
 from arl_jax.types import Episode, Group, Reward, StopReason, Task
 

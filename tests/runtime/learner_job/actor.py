@@ -2,8 +2,8 @@
 
 import asyncio
 
-from arl_jax.runtime.queue_client import ActorQueue
-from tests.runtime import leased_groups
+from arl_jax.queueing.client import ActorQueue
+from tests.queueing import leased_groups
 
 
 def run(config, index, should_stop) -> None:

@@ -1,0 +1,1 @@
+"""Actors: processes that roll out episodes. No jax."""

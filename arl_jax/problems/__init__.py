@@ -1,0 +1,1 @@
+"""Problems: what a run is about. No jax."""

@@ -1,0 +1,81 @@
+"""What a run is about: tasks, environments, rewards and demonstrations."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from arl_jax.actors.config import ActorConfig
+from arl_jax.agents.scripted import ScriptedSearcher
+from arl_jax.chat.renderer import Renderer
+from arl_jax.types import Environment, RewardFn, Task
+
+
+@runtime_checkable
+class Problem(Protocol):
+  """Everything the trainer needs to know about what is learned.
+
+  Attributes:
+    train: tasks that may be trained on.
+    heldout: tasks that are only evaluated.
+    renderer: of the policy's chat format.
+    reward: scores finished episodes.
+  """
+
+  @property
+  def train(self) -> Sequence[Task]: ...
+
+  @property
+  def heldout(self) -> Sequence[Task]: ...
+
+  @property
+  def renderer(self) -> Renderer: ...
+
+  @property
+  def reward(self) -> RewardFn: ...
+
+  def environment(self, task: Task, seed: int) -> Environment:
+    """A fresh environment for one episode."""
+
+  def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
+    """Who plays the warm start's episodes."""
+
+  def practice(self, seed: int) -> Iterator[str]:
+    """An endless stream of questions, for openings only."""
+
+  def digests(self) -> dict[str, str]:
+    """What identifies the data."""
+
+
+def make_problem(config: ActorConfig) -> Problem:
+  """The problem that a configuration names.
+
+  Raises:
+    ValueError: there is none of that name, or it refuses the configuration.
+  """
+  module, _, name = config.problem.partition(":")
+  try:
+    make = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as error:
+    raise ValueError(
+      f"problem is {config.problem!r}, which can't be imported ({error}); it is"
+      " like my_package.my_module:MyProblem"
+    ) from error
+  if not callable(make):
+    raise ValueError(
+      f"problem is {config.problem!r}, a {type(make).__name__}; it must make a"
+      " Problem from the configuration"
+    )
+  found = make(config)
+  if not isinstance(found, Problem):
+    lacks = [
+      name
+      for name in (*Problem.__annotations__, *vars(Problem))
+      if not name.startswith("_") and not hasattr(found, name)
+    ]
+    raise ValueError(
+      f"problem is {config.problem!r}, which makes a {type(found).__name__}"
+      f" without {', '.join(lacks)}"
+    )
+  return found

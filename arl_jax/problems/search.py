@@ -1,0 +1,107 @@
+"""Self-editing search over a corpus (Context-1), as a problem to train on."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+
+from arl_jax.actors.config import ActorConfig
+from arl_jax.agents.harness import derive_seed
+from arl_jax.agents.scripted import ScriptedSearcher
+from arl_jax.chat.renderer import Renderer, usage_symbols
+from arl_jax.chat.tokenizer import Tokenizer
+from arl_jax.data.synthesis import synthesise
+from arl_jax.envs.search import corpus as corpus_lib
+from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
+from arl_jax.envs.search.index import SearchIndex
+from arl_jax.rewards.search import SearchReward
+from arl_jax.types import RewardFn, Task
+
+
+class SearchProblem:
+  """Self-editing search over a corpus (Context-1)."""
+
+  def __init__(self, config: ActorConfig):
+    """Raises ValueError for a corpus that can't be used."""
+    self._config = config
+    search = config.search
+    self._handles = [f"<c{i}>" for i in range(search.handles)]
+    documents = (
+      corpus_lib.folder_documents(config.corpus.path)
+      if config.corpus.path
+      else corpus_lib.python_documents()
+    )
+    symbols = [*self._handles, *TOOL_NAMES]
+    symbols += usage_symbols(config.agent.token_budget)
+    tokenizer = Tokenizer.train(
+      [d.text for d in documents],
+      vocab_size=config.corpus.vocab_size,
+      symbols=symbols,
+    )
+    self.renderer = Renderer(tokenizer)
+    # Snippets and chunks are measured again and again.
+    self._count = functools.lru_cache(1 << 18)(
+      lambda text: tokenizer.count(" " + text)
+    )
+    self.corpus = corpus_lib.build_corpus(
+      documents,
+      count_tokens=self._count,
+      max_tokens=config.corpus.chunk_tokens,
+    )
+    self._index = SearchIndex(self.corpus)
+    tasks = synthesise(
+      self.corpus,
+      self._index,
+      count_tokens=self._count,
+      seed=config.seed,
+      train=config.tasks.train,
+      heldout=config.tasks.heldout,
+      clue_words=config.tasks.clue_words,
+      hops=config.tasks.hops,
+    )
+    self.train, self.heldout = tasks.train, tasks.heldout
+    self.rejected = tasks.rejected
+    self.reward: RewardFn = SearchReward(beta=search.beta)
+
+  def environment(self, task: Task, seed: int) -> SearchEnvironment:
+    search = self._config.search
+    return SearchEnvironment(
+      index=self._index,
+      handles=self._handles,
+      count_tokens=self._count,
+      results_per_search=search.results,
+      snippet_tokens=search.snippet_tokens,
+      grep_limit=search.grep_limit,
+      max_answer=search.max_answer,
+    )
+
+  def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
+    return ScriptedSearcher(
+      task.prompt,
+      self.renderer,
+      self._config.script,
+      seed=seed,
+      handles=self._handles,
+    )
+
+  def practice(self, seed: int) -> Iterator[str]:
+    """Clues of random words of the training questions."""
+    draw = random.Random(seed)
+    words = sorted(
+      {w for t in self.train for w in t.prompt.replace(" ; ", " ").split()}
+    )
+    size, hops = self._config.tasks.clue_words, self._config.tasks.hops
+    while True:
+      chosen = iter(draw.sample(words, size * hops))
+      clues = [" ".join(next(chosen) for _ in range(size)) for _ in range(hops)]
+      yield " ; ".join(clues)
+
+  def digests(self) -> dict[str, str]:
+    ids = [t.task_id for t in (*self.train, *self.heldout)]
+    return {
+      "corpus": self.corpus.digest,
+      "tasks": f"{derive_seed(*ids):08x}",
+      "documents": str(len(self.corpus.documents)),
+      "chunks": str(len(self.corpus.chunks)),
+    }

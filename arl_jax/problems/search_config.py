@@ -1,0 +1,57 @@
+"""The configuration of the search problem. Imports no jax."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class CorpusConfig:
+  """What is searched.
+
+  Attributes:
+    path: folder of .txt, .md and .rst files; empty takes the Python language
+      reference and the docstrings of the standard library.
+    chunk_tokens: of a chunk at most.
+    vocab_size: of the tokenizer trained on it.
+  """
+
+  path: str = ""
+  chunk_tokens: int = 128
+  vocab_size: int = 3072
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class TaskConfig:
+  """Tasks made from the corpus.
+
+  Attributes:
+    train: number of tasks.
+    heldout: number of tasks, from documents that no training task uses.
+    clue_words: words of a clue.
+    hops: clues of a task.
+  """
+
+  train: int = 3000
+  heldout: int = 256
+  clue_words: int = 3
+  hops: int = 2
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class SearchConfig:
+  """The search environment and its reward.
+
+  Attributes:
+    handles: chunk ids an episode can give out, a token each.
+    results: chunks a search returns at most.
+    snippet_tokens: of a chunk that a result shows at most.
+    grep_limit: chunks a grep returns at most.
+    max_answer: ids in the final answer at most.
+    beta: of F_β; recall weighs β² as much as precision.
+  """
+
+  handles: int = 32
+  results: int = 3
+  snippet_tokens: int = 14
+  grep_limit: int = 3
+  max_answer: int = 6
+  beta: float = 4.0

@@ -1,0 +1,1 @@
+"""The group queue between actors and the learner. No jax."""

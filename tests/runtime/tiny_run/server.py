@@ -1,6 +1,0 @@
-from tests.runtime.tiny_run import world
-
-
-def run(config, index, should_stop) -> None:
-  world.started(f"server-{index}")
-  world.work(config, "server", index, should_stop)
