@@ -33,6 +33,8 @@ class ActorConfig:
     seed: of tasks, parameters, demonstrations and rollouts.
     problem: "package.module:name" of what makes the `Problem` from this
       configuration, in every process of the run.
+    tokenizer: of a published model, a folder or a .gguf file; its chat format
+      is what agents speak. Empty trains a small one on the corpus.
     corpus: what is searched.
     tasks: made from it.
     search: the environment and its reward.
@@ -43,6 +45,7 @@ class ActorConfig:
 
   seed: int = 0
   problem: str = "arl_jax.problems.search:SearchProblem"
+  tokenizer: str = ""
   corpus: CorpusConfig = _make(CorpusConfig)
   tasks: TaskConfig = _make(TaskConfig)
   search: SearchConfig = _make(SearchConfig)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from arl_jax.agents.context import Context
-from arl_jax.chat.renderer import MalformedCall, Message, Renderer
+from arl_jax.chat.renderer import AgentRenderer, MalformedCall, Message
 from arl_jax.types import (
   Block,
   Environment,
@@ -88,7 +88,7 @@ async def run_episode(
   task: Task,
   environment: Environment,
   client: PolicyClient,
-  renderer: Renderer,
+  renderer: AgentRenderer,
   config: AgentConfig,
   *,
   rollout_index: int = 0,
@@ -131,7 +131,7 @@ class _Run:
     self._task: Task = task
     self._env: Environment = environment
     self._client: PolicyClient = client
-    self._renderer: Renderer = renderer
+    self._renderer: AgentRenderer = renderer
     self._config: AgentConfig = config
     self._index: int = index
     self._seed: int = seed
@@ -222,7 +222,7 @@ class _Run:
       return StopReason.CONTEXT_FULL
     append(renderer.open_tool(), Role.FORCED)
     for block in (b for o in observations for b in o.blocks):
-      ids = renderer.text(block.text)
+      ids = renderer.block(block.text)
       if len(ids) > room:
         self._log("cut", tokens=len(ids), room=room)
         break
@@ -231,9 +231,9 @@ class _Run:
     used = len(self._context)
     append(renderer.usage(used, config.token_budget), Role.TOOL)
     if self._training and used >= config.soft_threshold:
-      append(renderer.text(config.nudge), Role.TOOL, key=_NUDGE)
+      append(renderer.block(config.nudge), Role.TOOL, key=_NUDGE)
       self._log("notice", used=used)
-    append([*renderer.close(), *renderer.open_turn()], Role.FORCED)
+    append([*renderer.close_tool(), *renderer.open_turn()], Role.FORCED)
     return None
 
   def _room(self) -> int:
@@ -246,8 +246,8 @@ class _Run:
     around = [
       *renderer.open_tool(),
       *renderer.usage(budget, budget),
-      *renderer.text(self._config.nudge),
-      *renderer.close(),
+      *renderer.block(self._config.nudge),
+      *renderer.close_tool(),
       *renderer.open_turn(),
     ]
     return budget - len(self._context) - len(around) - _REPLY_TOKENS

@@ -6,15 +6,16 @@ exactly the form that a policy's rollouts have: what a policy is warmed up on.
 
 import dataclasses
 import random
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from arl_jax.chat.renderer import Renderer
-from arl_jax.chat.tokenizer import END, TOOL
+from arl_jax.chat.renderer import AgentRenderer
 from arl_jax.types import Sample, ToolCall
 
 _CLUE_BREAK = " ; "
+_HANDLE = re.compile(r"<[^\s<>]+>")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -69,7 +70,7 @@ class ScriptedSearcher:
   def __init__(
     self,
     question: str,
-    renderer: Renderer,
+    renderer: AgentRenderer,
     config: ScriptConfig,
     *,
     seed: int,
@@ -80,8 +81,7 @@ class ScriptedSearcher:
     self._config = config
     self._random = random.Random(seed)
     self._turns = 0
-    encode = renderer.tokenizer.encode
-    self._handles = {encode(h)[0]: h for h in handles}
+    self._handles = frozenset(handles)
 
   async def sample(
     self,
@@ -117,15 +117,9 @@ class ScriptedSearcher:
 
   def _in_view(self, ids: Sequence[int]) -> list[str]:
     """Handles in tools' answers, not those in the script's own messages."""
-    marks = self._renderer.tokenizer.controls
-    seen: dict[str, None] = {}
-    in_tool = False
-    for token in ids:
-      if token in (marks[TOOL], marks[END]):
-        in_tool = token == marks[TOOL]
-      elif in_tool and token in self._handles:
-        seen[self._handles[token]] = None
-    return list(seen)
+    texts = self._renderer.observed(ids)
+    found = [name for text in texts for name in _HANDLE.findall(text)]
+    return [name for name in dict.fromkeys(found) if name in self._handles]
 
   def _message(self, in_view: list[str]) -> list[int]:
     config, draw = self._config, self._random
@@ -142,7 +136,7 @@ class ScriptedSearcher:
     calls = [self._call(action, in_view)]
     if action == "search" and draw.random() < config.parallel:
       calls.append(self._call(action, in_view))
-    return [i for call in calls for i in self._renderer.call(call)]
+    return self._renderer.calls(calls)
 
   def _call(self, action: str, in_view: list[str]) -> ToolCall:
     draw = self._random

@@ -12,7 +12,9 @@ call is final. Rendering only ever appends: what was sampled is kept as ids.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from arl_jax.chat import tokenizer as tok
 from arl_jax.chat.replies import MalformedCall
@@ -25,6 +27,54 @@ class Message:
 
   calls: tuple[ToolCall | MalformedCall, ...] = ()
   final: str | None = None
+
+
+class AgentRenderer(Protocol):
+  """What an agent's harness needs of a chat format.
+
+  Attributes:
+    tokenizer: has `encode`, `decode`, `piece`, `count` and `vocab_size`.
+    end: id that ends a message of the policy.
+  """
+
+  tokenizer: Any
+  end: int
+
+  @property
+  def stop_ids(self) -> tuple[int, ...]: ...
+
+  def text(self, text: str) -> list[int]:
+    """Text of a message."""
+
+  def block(self, text: str) -> list[int]:
+    """A piece of an observation, which may go again as a whole."""
+
+  def prompt(self, text: str) -> list[int]:
+    """All that comes before the policy's first turn."""
+
+  def open_turn(self) -> list[int]:
+    """What stands before everything the policy samples."""
+
+  def open_tool(self) -> list[int]:
+    """What stands between a message of the policy and an observation."""
+
+  def close(self) -> list[int]:
+    """Ends a message of the policy that was cut off."""
+
+  def close_tool(self) -> list[int]:
+    """Ends an observation."""
+
+  def usage(self, used: int, budget: int) -> list[int]:
+    """The line that says how full the context is."""
+
+  def calls(self, calls: Sequence[ToolCall]) -> list[int]:
+    """A turn's calls as a policy would sample them, without the end mark."""
+
+  def parse(self, ids: Sequence[int], tools: Collection[str]) -> Message:
+    """Parses a sampled message."""
+
+  def observed(self, ids: Sequence[int]) -> list[str]:
+    """Texts of the observations in a context."""
 
 
 class Renderer:
@@ -47,6 +97,9 @@ class Renderer:
     # A symbol such as <c3> stands without a space, as the policy samples it.
     return self.tokenizer.encode(text if text.startswith("<") else " " + text)
 
+  def block(self, text: str) -> list[int]:
+    return self.text(text)
+
   def prompt(self, text: str) -> list[int]:
     return [self._user, *self.text(text), self.end]
 
@@ -60,6 +113,9 @@ class Renderer:
   def close(self) -> list[int]:
     return [self.end]
 
+  def close_tool(self) -> list[int]:
+    return [self.end]
+
   def usage(self, used: int, budget: int) -> list[int]:
     return self.tokenizer.encode(usage_line(used, budget))
 
@@ -67,6 +123,21 @@ class Renderer:
     """A call as a policy would sample it, without the end mark."""
     name = self.tokenizer.encode(call.name)
     return [self._call, *name, *self.text(call.argument)]
+
+  def calls(self, calls: Sequence[ToolCall]) -> list[int]:
+    return list(itertools.chain.from_iterable(map(self.call, calls)))
+
+  def observed(self, ids: Sequence[int]) -> list[str]:
+    """Texts of the observations in a context."""
+    texts: list[str] = []
+    begun: int | None = None
+    for at, token in enumerate(ids):
+      if token == self._tool:
+        begun = at + 1
+      elif token == self.end and begun is not None:
+        texts.append(self.tokenizer.decode(ids[begun:at]))
+        begun = None
+    return texts
 
   def parse(self, ids: Sequence[int], tools: Collection[str]) -> Message:
     """Parses sampled ids; the end mark may be there or not.

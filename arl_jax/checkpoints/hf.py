@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,26 @@ def load(
   dtype = _floating(dtype)
   rules = sharding.RULES if rules is None else rules
   sharding.check_rules(rules)
-  path = epath.Path(path)
+  with _open(epath.Path(path)) as (config, source):
+    leaves = layout.leaves(config)
+    _check(config, leaves, source.tensors, str(path))
+    _check_copies(config, source, str(path))
+    params: dict[str, Any] = {}
+    for leaf in leaves:
+      value = _place(leaf, source, dtype, mesh, rules)
+      _put(params, leaf.path, value)
+  return config, params
+
+
+def load_config(path: epath.PathLike) -> ModelConfig:
+  """The configuration of a model, without its parameters; as `load`."""
+  with _open(epath.Path(path)) as (config, _):
+    return config
+
+
+@contextlib.contextmanager
+def _open(path: epath.Path) -> Iterator[tuple[ModelConfig, Source]]:
+  """Configuration and decoded tensors of a model."""
   source: Source
   if path.suffix == ".gguf":
     values, source = gguf_file.open_gguf(path)
@@ -114,14 +134,7 @@ def load(
     _check_count(config, len(decoded.tensors), str(path))
     if layout.has_mtp(config, decoded.tensors):
       config = dataclasses.replace(config, mtp_heads=1)
-    leaves = layout.leaves(config)
-    _check(config, leaves, decoded.tensors, str(path))
-    _check_copies(config, decoded, str(path))
-    params: dict[str, Any] = {}
-    for leaf in leaves:
-      value = _place(leaf, decoded, dtype, mesh, rules)
-      _put(params, leaf.path, value)
-  return config, params
+    yield config, decoded
 
 
 def _floating(dtype: Any) -> np.dtype | None:

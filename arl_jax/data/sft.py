@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from arl_jax.agents.context import Context
-from arl_jax.chat.renderer import Renderer
+from arl_jax.chat.renderer import AgentRenderer
 from arl_jax.types import Episode, Role, Sample, Segment
 
 
@@ -18,7 +18,7 @@ def segments_of(episodes: Sequence[Episode]) -> list[Segment]:
 
 def openings(
   questions: Iterator[str],
-  renderer: Renderer,
+  renderer: AgentRenderer,
   play: Callable[[str], Callable[[Sequence[int]], Sample]],
 ) -> Iterator[Segment]:
   """First turns on an endless stream of questions.

@@ -98,9 +98,7 @@ class Evaluator:
       )
     self._config, self._problem = config, problem
     self._beats, self._should_stop = beats, should_stop
-    self._model = dataclasses.replace(
-      config.model, vocab_size=problem.renderer.tokenizer.vocab_size
-    )
+    self._model = config.policy(problem.renderer.tokenizer.vocab_size)
     self._rollouts = LocalRollouts(config, problem, self._model)
     self._jobs = heldout_jobs(config, problem)
     self._subscriber = Subscriber(

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from arl_jax.actors.config import ActorConfig
 from arl_jax.agents.scripted import ScriptedSearcher
-from arl_jax.chat.renderer import Renderer
+from arl_jax.chat.renderer import AgentRenderer
 from arl_jax.types import Environment, RewardFn, Task
 
 
@@ -30,7 +30,7 @@ class Problem(Protocol):
   def heldout(self) -> Sequence[Task]: ...
 
   @property
-  def renderer(self) -> Renderer: ...
+  def renderer(self) -> AgentRenderer: ...
 
   @property
   def reward(self) -> RewardFn: ...

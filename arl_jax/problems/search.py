@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from arl_jax.actors.config import ActorConfig
 from arl_jax.agents.harness import derive_seed
 from arl_jax.agents.scripted import ScriptedSearcher
-from arl_jax.chat.renderer import Renderer, usage_symbols
+from arl_jax.chat.chatml_renderer import ChatMLRenderer
+from arl_jax.chat.pretrained import load_tokenizer
+from arl_jax.chat.renderer import AgentRenderer, Renderer, usage_symbols
 from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.data.synthesis import synthesise
 from arl_jax.envs.search import corpus as corpus_lib
 from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.tools import SYSTEM, TOOLS
 from arl_jax.rewards.search import SearchReward
 from arl_jax.types import RewardFn, Task
 
@@ -32,14 +35,8 @@ class SearchProblem:
       if config.corpus.path
       else corpus_lib.python_documents()
     )
-    symbols = [*self._handles, *TOOL_NAMES]
-    symbols += usage_symbols(config.agent.token_budget)
-    tokenizer = Tokenizer.train(
-      [d.text for d in documents],
-      vocab_size=config.corpus.vocab_size,
-      symbols=symbols,
-    )
-    self.renderer = Renderer(tokenizer)
+    self.renderer = _renderer(config, documents, self._handles)
+    tokenizer = self.renderer.tokenizer
     # Snippets and chunks are measured again and again.
     self._count = functools.lru_cache(1 << 18)(
       lambda text: tokenizer.count(" " + text)
@@ -105,3 +102,21 @@ class SearchProblem:
       "documents": str(len(self.corpus.documents)),
       "chunks": str(len(self.corpus.chunks)),
     }
+
+
+def _renderer(
+  config: ActorConfig,
+  documents: Sequence[corpus_lib.Document],
+  handles: Sequence[str],
+) -> AgentRenderer:
+  """Of a published model, or with a small tokenizer of its own."""
+  if config.tokenizer:
+    return ChatMLRenderer(load_tokenizer(config.tokenizer), TOOLS, SYSTEM)
+  symbols = [*handles, *TOOL_NAMES]
+  symbols += usage_symbols(config.agent.token_budget)
+  tokenizer = Tokenizer.train(
+    [d.text for d in documents],
+    vocab_size=config.corpus.vocab_size,
+    symbols=symbols,
+  )
+  return Renderer(tokenizer)

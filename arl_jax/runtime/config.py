@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 
-from arl_jax import losses
+from arl_jax import checkpoints, losses
 from arl_jax.actors.config import ActorConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
@@ -97,6 +97,9 @@ class Config(ActorConfig):
 
   Attributes:
     run_dir: where the run leaves its files.
+    checkpoint: a published model that training begins from, a Hugging Face
+      folder or a .gguf file, which also says what `model` and the tokenizer
+      are; empty begins from random parameters of `model`.
     mode: "train"; "rollout_only" updates nothing and records each step's
       groups; "train_only" takes the groups that another run recorded, in the
       same order; "simulated_learner" publishes unchanged weights instead of
@@ -116,6 +119,7 @@ class Config(ActorConfig):
   """
 
   run_dir: str = "runs/quickstart"
+  checkpoint: str = ""
   mode: str = "train"
   replay: str = ""
   simulated_seconds: float = 1.0
@@ -144,6 +148,9 @@ class Config(ActorConfig):
     if self.smoke:
       self._reduce()
     self.agent.validate()
+    if self.checkpoint:
+      self.model = checkpoints.load_config(self.checkpoint)
+      self.tokenizer = self.tokenizer or self.checkpoint
     self.model.validate()
     self.engine.validate()
     self.script.validate()
@@ -196,6 +203,24 @@ class Config(ActorConfig):
         f"learner.row_length {self.learner.row_length} can't hold a context of"
         f" agent.token_budget {self.agent.token_budget}; raise it"
       )
+
+  def policy(self, vocab_size: int) -> ModelConfig:
+    """The model that is trained.
+
+    Args:
+      vocab_size: of the tokenizer.
+
+    Raises:
+      ValueError: the checkpoint's model has fewer rows than that.
+    """
+    if not self.checkpoint:
+      return dataclasses.replace(self.model, vocab_size=vocab_size)
+    if self.model.vocab_size < vocab_size:
+      raise ValueError(
+        f"tokenizer {self.tokenizer} has {vocab_size} tokens, checkpoint"
+        f" {self.checkpoint} only {self.model.vocab_size}"
+      )
+    return self.model
 
   def _validate_tasks(self) -> None:
     rl = self.rl

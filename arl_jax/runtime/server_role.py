@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import sys
 import urllib.parse
@@ -65,7 +64,7 @@ def _assemble(config: Config, index: int) -> tuple[Server, Service]:
     )
   address = urllib.parse.urlsplit(urls[index])
   tokenizer = make_problem(config).renderer.tokenizer
-  model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+  model = config.policy(tokenizer.vocab_size)
   engine = Engine(
     model,
     config.engine,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from arl_jax import losses
+from arl_jax import checkpoints, losses
 from arl_jax.actors.jobs import Interrupted, Job
 from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
@@ -90,9 +90,8 @@ class Trainer:
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
     self.hosts = hosts or LearnerHosts()
-    vocab_size = problem.renderer.tokenizer.vocab_size
-    self.model: ModelConfig = dataclasses.replace(
-      config.model, vocab_size=vocab_size
+    self.model: ModelConfig = config.policy(
+      problem.renderer.tokenizer.vocab_size
     )
     self.position = Position()
     self._store = CheckpointStore(
@@ -109,7 +108,7 @@ class Trainer:
     # Rewards of the rollouts since the last commit.
     self._rewards: list[float] = []
     self._run_path = run.path
-    fresh = transformer.init(self.model, jax.random.key(config.seed))
+    fresh = self._initial()
     if run.resumed and self._store.newest is not None:
       self._restore(fresh, fall_back=fall_back)
     else:
@@ -124,6 +123,13 @@ class Trainer:
       self._metrics = MetricsWriter(run.path, keep=self._is_past)
       self._rollouts = LocalRollouts(config, problem, self.model)
       self._source: GroupSource = source or self._own_source()
+
+  def _initial(self) -> Any:
+    """Parameters that training begins from."""
+    if not self.config.checkpoint:
+      return transformer.init(self.model, jax.random.key(self.config.seed))
+    _, params = checkpoints.load(self.config.checkpoint, dtype="float32")
+    return params
 
   def _own_source(self) -> GroupSource:
     if self.config.mode == "train_only":

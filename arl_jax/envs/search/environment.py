@@ -14,8 +14,10 @@ from typing import Any
 
 from arl_jax import types
 from arl_jax.envs.search import index as index_lib
+from arl_jax.envs.search.reranker import Reranker
+from arl_jax.envs.search.tools import TOOLS
 
-TOOL_NAMES = ("search_corpus", "grep_corpus", "read_document", "prune_chunks")
+TOOL_NAMES = tuple(tool.name for tool in TOOLS)
 
 # Bounds on what a model may send; what is longer is an error observation.
 _MAX_CALLS = 32
@@ -40,6 +42,10 @@ class SearchEnvironment:
     handles: ids such as "<c0>", given out in this order as chunks are first
       shown; when none is left, further chunks aren't shown.
     count_tokens: tokens of a text, by the policy's tokenizer.
+    reranker: of what a search fused and of a document's chunks; None keeps the
+      fused order, and puts a document's chunks in order of similarity to the
+      task.
+    fused: chunks that a search fuses and reranks.
     results_per_search: most chunks of one search.
     snippet_tokens: most tokens of a chunk's text in a result.
     grep_limit: most chunks of one grep.
@@ -56,12 +62,15 @@ class SearchEnvironment:
     index: index_lib.SearchIndex,
     handles: Sequence[str],
     count_tokens: Callable[[str], int],
+    reranker: Reranker | None = None,
+    fused: int = 50,
     results_per_search: int = 4,
     snippet_tokens: int = 16,
     grep_limit: int = 5,
     max_answer: int = 30,
   ):
     for name, value in (
+      ("fused", fused),
       ("results_per_search", results_per_search),
       ("snippet_tokens", snippet_tokens),
       ("grep_limit", grep_limit),
@@ -74,6 +83,7 @@ class SearchEnvironment:
     self._free = list(reversed(handles))
     self._shapes = {_shape(handle) for handle in handles}
     self._count = count_tokens
+    self._reranker, self._fused = reranker, fused
     self._results_per_search = results_per_search
     self._snippet_tokens = snippet_tokens
     self._grep_limit = grep_limit
@@ -138,18 +148,24 @@ class SearchEnvironment:
     if len(argument) > _MAX_ARGUMENT_CHARS:
       return self._failed("argument too long", budget)
     if call.name == "search_corpus":
-      return self._search(argument, budget)
+      return await self._search(argument, budget)
     if call.name == "grep_corpus":
       return await self._grep(argument, budget)
     if call.name == "read_document":
-      return self._read(argument, budget)
+      return await self._read(argument, budget)
     return self._prune(argument, budget, in_view)
 
-  def _search(self, query: str, budget: int) -> types.Observation:
+  async def _search(self, query: str, budget: int) -> types.Observation:
+    most = self._results_per_search
     hits = self._index.search(
-      query, exclude=self._searched, limit=self._results_per_search
+      query,
+      exclude=self._searched,
+      limit=most if self._reranker is None else self._fused,
     )
-    observation = self._show([h.chunk_id for h in hits], query, budget)
+    found = [hit.chunk_id for hit in hits]
+    if self._reranker is not None:
+      found = await self._reranker.order(query, found)
+    observation = self._show(found[:most], query, budget)
     self._searched.update(observation.data.get("chunk_ids", ()))
     return observation
 
@@ -163,7 +179,7 @@ class SearchEnvironment:
       return self._failed("bad pattern", budget)
     return self._show(found, pattern, budget)
 
-  def _read(self, name: str, budget: int) -> types.Observation:
+  async def _read(self, name: str, budget: int) -> types.Observation:
     corpus = self._index.corpus
     document = name
     if name in self._chunk_of:
@@ -173,7 +189,11 @@ class SearchEnvironment:
     except KeyError:
       return self._failed(f"unknown id {self._named([name])}", budget)
     prompt = self._prompt or ""
-    ranked = self._index.rank(prompt, [c.chunk_id for c in chunks])
+    ids = [chunk.chunk_id for chunk in chunks]
+    if self._reranker is None:
+      ranked = self._index.rank(prompt, ids)
+    else:
+      ranked = await self._reranker.order(prompt, ids)
     return self._show(ranked, prompt, budget)
 
   def _show(
