@@ -128,7 +128,10 @@ def first_version(
     if subscriber.newest() is not None:
       return subscriber.fetch()
     logging.log_every_n_seconds(
-      logging.INFO, "waiting up to %s s for weights to be published", 30, seconds
+      logging.INFO,
+      "waiting up to %s s for weights to be published",
+      30,
+      seconds,
     )
     if time.monotonic() > limit:
       raise TimeoutError(f"no weights were published within {seconds} s")
