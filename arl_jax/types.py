@@ -129,6 +129,8 @@ class Segment:
           f"Segment.{name} is {value.dtype}{list(value.shape)}, not "
           f"{np.dtype(dtype)}[{length}] like ids"
         )
+    if (self.ids < 0).any():
+      raise ValueError(f"Segment.ids holds {self.ids.min()}, no token")
     if not 0 < self.temperature < np.inf:
       raise ValueError(f"Segment.temperature is {self.temperature}, not > 0")
     chosen = self.experts

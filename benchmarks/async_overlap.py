@@ -25,12 +25,18 @@ from absl import app, flags
 
 from arl_jax.observability import metrics
 
-_STEPS = flags.DEFINE_integer("steps", 24, "Of each run.", lower_bound=4)
+_STEPS = flags.DEFINE_integer("steps", 16, "Of each run.", lower_bound=4)
 _STALENESS = flags.DEFINE_integer(
   "max_staleness", 2, "Of the asynchronous run.", lower_bound=1
 )
 _SMOKE = flags.DEFINE_bool("smoke", False, "Small runs, to see that it works.")
 
+# Not `--config.smoke`, which takes too few steps to tell.
+_SMALL = (
+  *("--config.model.width=32", "--config.model.head_dim=16"),
+  *("--config.model.expert_width=32", "--config.rl.tasks_per_step=2"),
+  *("--config.warm_start.opening_steps=10", "--config.warm_start.steps=20"),
+)
 _ROOT = pathlib.Path(__file__).parents[1]
 _SECONDS = 3000.0
 # Between two looks at processor times.
@@ -43,13 +49,12 @@ class _Run:
 
   def __init__(self, folder: pathlib.Path, name: str, *extra: str):
     self.path = folder / name
-    smoke = ("--config.smoke",) if _SMOKE.value else ()
     self._process = subprocess.Popen(
       [
         *(sys.executable, "-m", "launch.train"),
         "--config=benchmarks/slow_tools.py",
-        *(f"--config.run_dir={self.path}", *extra, *smoke),
-        # After smoke's own, which would be too few to tell.
+        *(f"--config.run_dir={self.path}", *extra),
+        *(_SMALL if _SMOKE.value else ()),
         f"--config.rl.steps={_STEPS.value}",
       ],
       cwd=_ROOT,
@@ -146,6 +151,7 @@ def main(argv: list[str]) -> None:
     busy = rollouts.processor_seconds() + learner.processor_seconds()
     limit = max(rollouts.seconds(), busy / cores)
     figures = {
+      "episode_turns": asynchronous.mean("turns"),
       "sync_seconds_a_step": sync.seconds(),
       "async_seconds_a_step": asynchronous.seconds(),
       "async_over_sync": sync.seconds() / asynchronous.seconds(),

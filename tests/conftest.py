@@ -9,7 +9,19 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jaxtyping
+import pytest
 
 jaxtyping.install_import_hook(
   ["arl_jax.losses", "arl_jax.model", "arl_jax.learner"], "beartype.beartype"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+  """What the tests' programs compile is compiled once for all of them."""
+  folder = tmp_path_factory.getbasetemp()
+  # Each of several workers has a folder of its own in the session's.
+  if folder.name.startswith("popen-"):
+    folder = folder.parent
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -146,8 +146,8 @@ def _section(title: str, content: str) -> str:
 
 
 def _before_after(summary: Mapping[str, Any]) -> str:
-  before = summary.get("before") or {}
-  after = summary.get("after") or {}
+  before = _intervals(summary.get("before"))
+  after = _intervals(summary.get("after"))
   rows = [
     f"<tr><td>{escape(str(name))}</td>{_cell(before.get(name))}"
     f"{_cell(after.get(name))}<td>{_change(before.get(name), after.get(name))}"
@@ -162,6 +162,18 @@ def _before_after(summary: Mapping[str, Any]) -> str:
     '<p class="meta">Mean [low, high]; grey is before, coloured is after. ●'
     " marks intervals that don't overlap.</p>"
   )
+
+
+def _intervals(found: Any) -> dict[str, Sequence[float | None]]:
+  """Those of a file that holds what it should; the rest is left out."""
+  items = found.items() if isinstance(found, Mapping) else ()
+  return {
+    str(name): interval
+    for name, interval in items
+    if isinstance(interval, Sequence)
+    and len(interval) == 3
+    and all(x is None or isinstance(x, int | float) for x in interval)
+  }
 
 
 def _cell(interval: Sequence[float | None] | None) -> str:

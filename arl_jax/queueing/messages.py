@@ -30,6 +30,8 @@ MAX_GROUPS = 1 << 30, 4 << 30
 # Bytes of any other message.
 MAX_PLAIN = 8 << 20
 MAX_LEASES = 4096
+# Rollouts of a task.
+MAX_GROUP_SIZE = 1 << 16
 # Characters of an actor's name.
 MAX_ACTOR = 256
 
@@ -264,7 +266,7 @@ def read_start(lines: Iterator[bytes]) -> tuple[Start, list[bytes]]:
     "version": fields.needed_integer("version"),
     "seed": fields.needed_integer("seed", -_MAX_COUNT),
     "epochs": fields.needed_integer("epochs"),
-    "group_size": fields.needed_integer("group_size", 2, 1 << 16),
+    "group_size": fields.needed_integer("group_size", 2, MAX_GROUP_SIZE),
     "groups_per_step": fields.needed_integer("groups_per_step", 1, 1 << 16),
     "max_staleness": fields.needed_integer("max_staleness", 0, 1 << 16),
     "tries": fields.needed_integer("tries", 1),
@@ -313,7 +315,7 @@ def read_lease(data: Any) -> Lease:
     number=fields.needed_integer("number"),
     attempt=fields.needed_integer("attempt", 1),
     task_id=fields.needed_text("task_id"),
-    group_size=fields.needed_integer("group_size", 2, 1 << 16),
+    group_size=fields.needed_integer("group_size", 2, MAX_GROUP_SIZE),
     version=fields.needed_integer("version"),
   )
   fields.finish()

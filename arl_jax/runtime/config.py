@@ -9,6 +9,7 @@ from arl_jax.actors.config import ActorConfig
 from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
+from arl_jax.queueing.messages import MAX_GROUP_SIZE
 from arl_jax.queueing.task_source import parse_mixture
 from arl_jax.rollout.engine_config import EngineConfig
 from arl_jax.weights.config import WeightsConfig
@@ -172,10 +173,10 @@ class Config(ActorConfig):
       value = _field(self, name)
       if value < 1:
         raise ValueError(f"{name} is {value}, not >= 1")
-    if self.rl.group_size < 2:
+    if not 2 <= self.rl.group_size <= MAX_GROUP_SIZE:
       raise ValueError(
-        f"rl.group_size is {self.rl.group_size}, not >= 2: a rollout alone has"
-        " nothing to be compared with"
+        f"rl.group_size is {self.rl.group_size}, not in 2..{MAX_GROUP_SIZE}: a"
+        " rollout alone has nothing to be compared with"
       )
     for name in (
       *("warm_start.opening_steps", "rl.steps", "report_episodes"),

@@ -127,6 +127,12 @@ def first_version(
   while True:
     if subscriber.newest() is not None:
       return subscriber.fetch()
+    logging.log_every_n_seconds(
+      logging.INFO,
+      "waiting up to %s s for weights to be published",
+      30,
+      seconds,
+    )
     if time.monotonic() > limit:
       raise TimeoutError(f"no weights were published within {seconds} s")
     time.sleep(poll_seconds)

@@ -420,10 +420,6 @@ def test_killed_at_any_moment_it_scores_each_version_once(
   publisher = Publisher(config.weights.folder, ["a"], dtype=None)
   stop, path = tmp_path / "stop", path_of(config.run_dir)
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment |= {
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
 
   def started():
     return subprocess.Popen(

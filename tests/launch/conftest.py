@@ -43,8 +43,9 @@ def get_config():
   c.search.handles = 16
   m = c.model
   m.layers, m.width, m.head_dim, m.expert_width = 1, 32, 8, 32
+  m.mtp_heads = 0
   w = c.warm_start
-  w.steps, w.opening_steps, w.episodes = 60, 10, 64
+  w.steps, w.opening_steps, w.episodes = 60, 0, 64
   c.rl.steps, c.rl.tasks_per_step, c.rl.group_size = 12, 3, 4
   c.rl.substeps, c.rl.record_groups = 2, True
   c.engine.max_concurrent_decodes, c.engine.prefill_rows = 16, 8

@@ -8,13 +8,9 @@ import sys
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
-def train(folder, config, run_dir, *flags, **streams):
-  """`launch.train`, with what is compiled shared by all runs of a folder."""
+def train(config, run_dir, *flags, **streams):
+  """`launch.train`, on one device."""
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment |= {
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
   return subprocess.Popen(
     [
       *(sys.executable, "-m", "launch.train", f"--config={config}"),

@@ -28,9 +28,8 @@ def folder(tmp_path_factory):
   return tmp_path_factory.mktemp("kills")
 
 
-def launch(folder, config, run_dir, *flags):
+def launch(config, run_dir, *flags):
   return train(
-    folder,
     config,
     run_dir,
     *flags,
@@ -49,7 +48,7 @@ def loop(folder, rl_loop):
   config = folder / "loop.py"
   config.write_text(rl_loop)
   run_dir = folder / "loop"
-  succeed(launch(folder, config, run_dir))
+  succeed(launch(config, run_dir))
   return config, run_dir
 
 
@@ -64,7 +63,7 @@ def sft(folder, tokenizer, chats, offline):
     offline.format(tokenizer=str(tokenizer), sources=sources, loss="sft")
   )
   run_dir = folder / "sft"
-  succeed(launch(folder, config, run_dir))
+  succeed(launch(config, run_dir))
   return config, run_dir
 
 
@@ -77,7 +76,7 @@ def replay(folder, loop, offline):
     offline.format(tokenizer="", sources=source, loss="cispo(ratio_max=4.0)")
   )
   run_dir = folder / "replay"
-  succeed(launch(folder, config, run_dir))
+  succeed(launch(config, run_dir))
   return config, run_dir
 
 
@@ -137,10 +136,10 @@ def test_killed_at_random_moments_it_ends_in_the_same_bits(
   killed = 0
   for moment in moments:
     resume = ("--resume",) if (run_dir / "config.json").exists() else ()
-    process = launch(folder, config, run_dir, *resume)
+    process = launch(config, run_dir, *resume)
     killed += kill_at_some_moment(process, run_dir, moment, draw)
   assert killed
-  succeed(launch(folder, config, run_dir, "--resume"))
+  succeed(launch(config, run_dir, "--resume"))
   found = computed(run_dir)
   differing = {
     (at, name): (wanted[at].get(name), found.get(at, {}).get(name))

@@ -33,9 +33,8 @@ def config(folder, rl_loop):
   return path
 
 
-def launch(folder, config, run_dir, *flags):
+def launch(config, run_dir, *flags):
   return train(
-    folder,
     config,
     run_dir,
     "--config.rl.substeps=1",
@@ -46,9 +45,8 @@ def launch(folder, config, run_dir, *flags):
   )
 
 
-def many(folder, config, run_dir, *flags):
+def many(config, run_dir, *flags):
   return launch(
-    folder,
     config,
     run_dir,
     *("--config.cluster.actors=1", "--config.cluster.servers=1"),
@@ -151,7 +149,6 @@ def check_trained_once(run_dir):
 def test_every_kind_of_process_is_killed_once(folder, config):
   run_dir = folder / "killed"
   process = many(
-    folder,
     config,
     run_dir,
     *("--config.rl.max_staleness=1", "--config.cluster.environment_workers=1"),
@@ -186,8 +183,8 @@ def test_every_kind_of_process_is_killed_once(folder, config):
 
 def test_strictly_on_policy_it_gives_the_numbers_of_one_process(folder, config):
   alone, together = folder / "alone", folder / "together"
-  ended(launch(folder, config, alone))
-  ended(many(folder, config, together))
+  ended(launch(config, alone))
+  ended(many(config, together))
   ours, theirs = recorded(alone), recorded(together)
   assert sorted(ours) == sorted(theirs)
   for step in ours:
@@ -210,14 +207,14 @@ def test_strictly_on_policy_it_gives_the_numbers_of_one_process(folder, config):
   # What was recorded leads to the same bits again.
   replayed = folder / "replayed"
   mode = ("--mode=train_only", f"--config.replay={alone}")
-  ended(launch(folder, config, replayed, *mode))
+  ended(launch(config, replayed, *mode))
   assert newest_commit(replayed)["leaves"] == newest_commit(alone)["leaves"]
 
 
 def test_rollouts_alone_are_recorded_and_nothing_learned(folder, config):
   run_dir = folder / "rollouts"
   flags = ("--mode=rollout_only", "--config.rl.steps=3")
-  ended(launch(folder, config, run_dir, *flags))
+  ended(launch(config, run_dir, *flags))
   groups = recorded(run_dir)
   assert [len(groups[step]) for step in (1, 2, 3)] == [3, 3, 3]
   lines = rl_lines(run_dir)
@@ -238,7 +235,7 @@ def test_rollouts_alone_are_recorded_and_nothing_learned(folder, config):
 
 def test_an_interrupted_run_commits_and_goes_on(folder, config):
   run_dir = folder / "stopped"
-  process = many(folder, config, run_dir, "--config.rl.max_staleness=1")
+  process = many(config, run_dir, "--config.rl.max_staleness=1")
   try:
     deadline = time.monotonic() + SECONDS
     while len(rl_lines(run_dir)) < 3:
@@ -254,8 +251,6 @@ def test_an_interrupted_run_commits_and_goes_on(folder, config):
   commits = [int(p.name) for p in (run_dir / "checkpoints").iterdir()]
   # 60 steps of warm start come first; the last step done is committed.
   assert max(commits) == 60 + done
-  ended(
-    many(folder, config, run_dir, "--config.rl.max_staleness=1", "--resume")
-  )
+  ended(many(config, run_dir, "--config.rl.max_staleness=1", "--resume"))
   assert [x["step"] for x in rl_lines(run_dir)] == list(range(1, STEPS + 1))
   check_trained_once(run_dir)

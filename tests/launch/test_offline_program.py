@@ -29,10 +29,6 @@ def config(folder, tokenizer, chats, offline):
 def launch(folder, config, *flags):
   """(exit code, standard output, standard error)."""
   environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  environment |= {
-    "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
   done = subprocess.run(
     [sys.executable, "-m", "launch.train", f"--config={config}", *flags],
     cwd=ROOT,

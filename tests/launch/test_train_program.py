@@ -49,27 +49,15 @@ TINY = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-  """Compiled functions, shared by the processes of this file."""
-  return tmp_path_factory.mktemp("compiled")
+def environment() -> dict[str, str]:
+  return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 
 
-def environment(cache=None) -> dict[str, str]:
-  env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  if cache is not None:
-    env |= {
-      "JAX_COMPILATION_CACHE_DIR": str(cache),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-  return env
-
-
-def start(*flags, cwd=ROOT, cache=None):
+def start(*flags, cwd=ROOT):
   return subprocess.Popen(
     [sys.executable, "-m", "launch.train", f"--config={CONFIG}", *flags],
     cwd=cwd,
-    env=environment(cache),
+    env=environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -333,10 +321,10 @@ def assert_whole(run_dir, *, warm_steps: int, rl_steps: int):
 
 
 @pytest.mark.slow
-def test_smoke_leaves_every_promised_file(tmp_path, cache):
+def test_smoke_leaves_every_promised_file(tmp_path):
   run_dir = tmp_path / "run"
   flags = (f"--config.run_dir={run_dir}", "--config.smoke")
-  code, out, err = run(*flags, cache=cache)
+  code, out, err = run(*flags)
   assert code == 0, err
   assert "Traceback" not in err
   assert_whole(run_dir, warm_steps=100, rl_steps=3)
@@ -349,10 +337,10 @@ def test_smoke_leaves_every_promised_file(tmp_path, cache):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, corpus, cache):
+def whole(tmp_path_factory, corpus):
   """An uninterrupted run on an own corpus."""
   run_dir = tmp_path_factory.mktemp("whole") / "run"
-  code, _, err = run(*flags_of(run_dir, corpus), cache=cache)
+  code, _, err = run(*flags_of(run_dir, corpus))
   assert code == 0, err
   return run_dir
 
@@ -375,14 +363,14 @@ def test_an_own_corpus(whole):
 
 @pytest.mark.slow
 def test_a_finished_run_is_refused_anew_and_resumes_to_the_same(
-  whole, tmp_path, corpus, cache
+  whole, tmp_path, corpus
 ):
   whole = shutil.copytree(whole, tmp_path / "copy")
   before = json.loads((whole / "summary.json").read_text())
   assert_one_line_error(
-    run(*flags_of(whole, corpus), cache=cache), "--resume", "--overwrite"
+    run(*flags_of(whole, corpus)), "--resume", "--overwrite"
   )
-  code, _, err = run(*flags_of(whole, corpus), "--resume", cache=cache)
+  code, _, err = run(*flags_of(whole, corpus), "--resume")
   assert code == 0, err
   assert_whole(whole, warm_steps=60, rl_steps=12)
   after = json.loads((whole / "summary.json").read_text())
@@ -433,7 +421,7 @@ def measured(run_dir):
 
 @pytest.mark.slow
 def test_interrupted_and_killed_it_goes_on_as_if_it_had_not(
-  tmp_path, whole, corpus, cache
+  tmp_path, whole, corpus
 ):
   run_dir = tmp_path / "run"
   flags = flags_of(run_dir, corpus)
@@ -445,7 +433,7 @@ def test_interrupted_and_killed_it_goes_on_as_if_it_had_not(
   )
   for number, (sent, phase, step) in enumerate(plan):
     resume = ("--resume",) if number else ()
-    process = start(*flags, *resume, cache=cache)
+    process = start(*flags, *resume)
     wait_for(process, run_dir, phase, step)
     process.send_signal(sent)
     done = finish(process)
@@ -453,7 +441,7 @@ def test_interrupted_and_killed_it_goes_on_as_if_it_had_not(
       assert_interrupted(done, run_dir)
     else:
       assert done[0] == -sent
-  code, _, err = run(*flags, "--resume", cache=cache)
+  code, _, err = run(*flags, "--resume")
   assert code == 0, err
   assert_whole(run_dir, warm_steps=60, rl_steps=12)
   one, other = measured(whole), measured(run_dir)
@@ -473,7 +461,7 @@ def test_interrupted_and_killed_it_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.slow
-def test_interrupted_before_anything_is_learned(tmp_path, corpus, cache):
+def test_interrupted_before_anything_is_learned(tmp_path, corpus):
   run_dir = tmp_path / "run"
   flags = (
     *flags_of(run_dir, corpus),
@@ -481,7 +469,7 @@ def test_interrupted_before_anything_is_learned(tmp_path, corpus, cache):
     # Long enough to be caught in.
     "--config.warm_start.episodes=20000",
   )
-  process = start(*flags, cache=cache)
+  process = start(*flags)
   for line in process.stdout:
     if line.startswith("demonstrations"):
       break
@@ -491,13 +479,9 @@ def test_interrupted_before_anything_is_learned(tmp_path, corpus, cache):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_without_a_traceback(
-  tmp_path, corpus, cache
-):
+def test_a_second_signal_ends_at_once_without_a_traceback(tmp_path, corpus):
   run_dir = tmp_path / "run"
-  process = start(
-    *flags_of(run_dir, corpus), "--config.warm_start.steps=5000", cache=cache
-  )
+  process = start(*flags_of(run_dir, corpus), "--config.warm_start.steps=5000")
   wait_for(process, run_dir, "warm_start", 2)
   process.send_signal(signal.SIGINT)
   process.send_signal(signal.SIGTERM)
@@ -531,11 +515,11 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kib", [4, 64, 400, 1200])
 def test_a_full_disk_is_one_line_and_leaves_nothing_torn(
-  kib, small_disk, corpus, cache
+  kib, small_disk, corpus
 ):
   run_dir = small_disk(kib) / "run"
   flags = (*flags_of(run_dir, corpus), *TINY)
-  code, _, err = run(*flags, cache=cache)
+  code, _, err = run(*flags)
   assert code not in (0, 130), err
   assert "Traceback" not in err
   errors = [x for x in err.splitlines() if x.startswith("error: ")]

@@ -115,9 +115,6 @@ class Launch:
 
 @pytest.fixture
 def folder(tmp_path_factory, monkeypatch):
-  compiled = tmp_path_factory.getbasetemp() / "compiled"
-  monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
-  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("XLA_FLAGS", FLAGS)
   return tmp_path_factory.mktemp("run")
