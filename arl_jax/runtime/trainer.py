@@ -15,9 +15,8 @@ from absl import logging
 
 from arl_jax import checkpoints, losses
 from arl_jax.actors.jobs import Interrupted, Job
-from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
-from arl_jax.learner import Experience, Learner, of_group
+from arl_jax.learner import Experience, of_group
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.observability.metrics import MetricsWriter
@@ -33,6 +32,7 @@ from arl_jax.runtime import (
   rollout_metrics,
   warm_start,
 )
+from arl_jax.runtime.committed import make_learner
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import (
   GroupSource,
@@ -112,7 +112,7 @@ class Trainer:
     if run.resumed and self._store.newest is not None:
       self._restore(fresh, fall_back=fall_back)
     else:
-      self.learner = self._make_learner(fresh, rl=False)
+      self.learner = make_learner(self.config, self.model, fresh, rl=False)
       self._store.check_room(self.learner.contents)
     self._publisher = open_publisher(config.weights, self._store.lineage)
     # Before the first rollout; a resumed run begins with a base.
@@ -150,28 +150,11 @@ class Trainer:
     finally:
       self._store.close()
 
-  def _make_learner(
-    self, params: Any, *, rl: bool, version: int = 0
-  ) -> Learner:
-    """Of a phase, which has an optimizer of its own that starts afresh."""
-    config = self.config
-    learner = config.learner
-    if not rl:
-      learner = dataclasses.replace(learner, step=learner.step.supervised())
-    return Learner(
-      self.model,
-      params,
-      learner,
-      (config.rl if rl else config.warm_start).optimizer,
-      loss=None if rl else losses.sft,
-      reference=params if rl and learner.step.kl_weight else None,
-      seed=derive_seed(config.seed, "learner", rl),
-      version=version,
-    )
-
   def _restore(self, fresh: Any, *, fall_back: bool) -> None:
     def contents(record: dict[str, Any]) -> Any:
-      self.learner = self._make_learner(fresh, rl=record["rl"] > 0)
+      self.learner = make_learner(
+        self.config, self.model, fresh, rl=record["rl"] > 0
+      )
       return self.learner.contents
 
     commit = self._store.restore(contents, fall_back=fall_back)
@@ -269,8 +252,12 @@ class Trainer:
     if self.position.rl >= config.steps:
       return
     if self.position.rl == 0:
-      self.learner = self._make_learner(
-        self.learner.state.params, rl=True, version=self.learner.version
+      self.learner = make_learner(
+        self.config,
+        self.model,
+        self.learner.state.params,
+        rl=True,
+        version=self.learner.version,
       )
     at = self._store.lineage[-1], self.learner.version
     self.hosts.alone(
