@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from arl_jax.agents.context import Context
@@ -94,6 +95,7 @@ async def run_episode(
   rollout_index: int = 0,
   seed: int = 0,
   training: bool = True,
+  on_event: Callable[[Event], None] = lambda event: None,
 ) -> Episode:
   """Rolls out one task.
 
@@ -106,6 +108,7 @@ async def run_episode(
     rollout_index: of this rollout in its group.
     seed: of sampling.
     training: whether the nudge is shown.
+    on_event: told of each event as it happens.
 
   Raises:
     ValueError: the prompt alone is beyond the token budget, or what the
@@ -116,6 +119,7 @@ async def run_episode(
   episode = _Run(
     task, environment, client, renderer, config, rollout_index, seed, training
   )
+  episode.on_event = on_event
   try:
     return await episode.run()
   finally:
@@ -141,6 +145,7 @@ class _Run:
     )
     self._events: list[Event] = []
     self._turn = 0
+    self.on_event: Callable[[Event], None] = lambda event: None
     self.session = f"{task.task_id}/{index}/{seed}"
 
   async def run(self) -> Episode:
@@ -293,7 +298,9 @@ class _Run:
 
   def _log(self, kind: str, **data: Any) -> None:
     turn = max(self._turn - 1, 0)
-    self._events.append(Event(turn=turn, kind=kind, data=data))
+    event = Event(turn=turn, kind=kind, data=data)
+    self._events.append(event)
+    self.on_event(event)
 
 
 # Key of the nudge's block; no chunk id looks like it.

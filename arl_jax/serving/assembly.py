@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,25 @@ from arl_jax.chat.pretrained import PretrainedTokenizer, load_tokenizer
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.rollout.scheduler_config import SchedulerConfig
+from arl_jax.serving.http_app import Handler
 from arl_jax.serving.replica import first_version
 from arl_jax.serving.serve_config import ServeConfig
 from arl_jax.serving.server import Server
 from arl_jax.serving.service import Service
 from arl_jax.weights import Subscriber
 
+Routes = Sequence[tuple[str, str, Handler]]
 
-def assemble(config: ServeConfig) -> Server:
+
+def assemble(
+  config: ServeConfig,
+  more: Callable[[Service, PretrainedTokenizer], Routes] = lambda *_: (),
+) -> Server:
   """Loads a model and makes a server of it, which compiles once it runs.
+
+  Args:
+    config: of the server.
+    more: what else is served, around the same service; see `make_app`.
 
   Raises:
     ValueError: names the field that can't be, or what a file lacks.
@@ -63,6 +73,7 @@ def assemble(config: ServeConfig) -> Server:
     model=config.serving.model_name or _name(config.checkpoint),
     chat_format=_chat_format(config, tokenizer),
     subscriber=subscriber,
+    more=more(service, tokenizer),
   )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,7 +26,12 @@ _OPEN = ("/health", "/ready")
 
 
 def make_app(
-  openai: OpenAI, admin: Admin, metrics: Metrics, *, token: str
+  openai: OpenAI,
+  admin: Admin,
+  metrics: Metrics,
+  *,
+  token: str,
+  more: Sequence[tuple[str, str, Handler]] = (),
 ) -> Starlette:
   """Makes the application.
 
@@ -35,10 +40,11 @@ def make_app(
     admin: the other handlers.
     metrics: where answers are counted.
     token: that every request must bring; empty asks for none.
+    more: methods, addresses and handlers of what else is served.
   """
   routes = [
     Route(path, _guarded(path, handler, metrics, token), methods=[method])
-    for method, path, handler in _table(openai, admin)
+    for method, path, handler in (*_table(openai, admin), *more)
   ]
   return Starlette(
     routes=routes,

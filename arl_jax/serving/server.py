@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
@@ -12,7 +12,7 @@ from arl_jax.chat.formats import ChatFormat
 from arl_jax.serving import grpc_service
 from arl_jax.serving.admin import Admin
 from arl_jax.serving.config import ServingConfig, read_token
-from arl_jax.serving.http_app import make_app
+from arl_jax.serving.http_app import Handler, make_app
 from arl_jax.serving.listening import HttpServer, listen
 from arl_jax.serving.metrics import Metrics
 from arl_jax.serving.openai_api import OpenAI
@@ -44,6 +44,7 @@ class Server:
     model: str,
     chat_format: ChatFormat | None,
     subscriber: Subscriber | None = None,
+    more: Sequence[tuple[str, str, Handler]] = (),
   ):
     """Makes a server and takes its HTTP port.
 
@@ -52,6 +53,7 @@ class Server:
       model: as the API calls it.
       chat_format: of the model; None serves no chats.
       subscriber: whose versions are taken in.
+      more: see `make_app`.
 
     Raises:
       ValueError: the token file can't be used.
@@ -81,6 +83,7 @@ class Server:
       Admin(service, self._sessions, self._metrics, self._replica),
       self._metrics,
       token=self._token,
+      more=more,
     )
     self._socket = listen(self._config.host, self._config.port, "serving.port")
     self.http_port: int = self._socket.getsockname()[1]

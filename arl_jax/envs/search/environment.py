@@ -95,6 +95,7 @@ class SearchEnvironment:
     self._in_view: set[str] = set()
     self._pruned: dict[str, None] = {}
     self._answer: list[str] | None = None
+    self._justified: dict[str, str] = {}
     self._calls: list[str] = []
 
   @property
@@ -340,7 +341,27 @@ class SearchEnvironment:
     if len(found) > self._max_answer:
       return f"{len(found)} ids; at most {self._max_answer}"
     self._answer = [self._chunk_of[name] for name in found]
+    self._justified = _justifications(message, found)
     return None
+
+  def documents(self) -> list[dict[str, str]]:
+    """The final list for its readers, best first; empty without one.
+
+    Each has `chunk_id`, `doc_id`, `text`, and the policy's `justification`,
+    which is whatever it wrote after the id.
+    """
+    found = []
+    for chunk_id in self._answer or ():
+      chunk = self._index.corpus.chunk(chunk_id)
+      found.append(
+        {
+          "chunk_id": chunk_id,
+          "doc_id": chunk.doc_id,
+          "text": chunk.text,
+          "justification": self._justified[self._handle_of[chunk_id]],
+        }
+      )
+    return found
 
   async def outcome(self) -> Mapping[str, Any]:
     """What rewards read.
@@ -365,6 +386,17 @@ def neutralised(text: str) -> str:
   "<" that something follows breaks handles and `<|...|>` marks.
   """
   return " ".join(re.sub(r"<(?=\S)", "< ", _CONTROL.sub(" ", text)).split())
+
+
+def _justifications(message: str, handles: Iterable[str]) -> dict[str, str]:
+  """What follows each handle, up to the next one."""
+  wanted = dict.fromkeys(handles, "")
+  marks = [m for m in _HANDLE.finditer(message) if m.group() in wanted]
+  ends = [m.start() for m in marks[1:]] + [len(message)]
+  for mark, end in zip(marks, ends, strict=True):
+    text = " ".join(message[mark.end() : end].split())
+    wanted[mark.group()] = wanted[mark.group()] or text.strip(" :,;-–—")
+  return wanted
 
 
 def _shape(handle: str) -> str:

@@ -1,0 +1,1 @@
+"""Agents that serve users: the harness of training, around the server."""
