@@ -16,8 +16,8 @@ import sys
 import tokenizers
 from absl import app, flags
 
-from arl_jax.envs.search.builder import Chunking, Summary, build_index
-from arl_jax.envs.search.chunking import quarter_of_bytes
+from arl_jax.envs.search.builder import Summary, build_index
+from arl_jax.envs.search.chunking import Chunking, quarter_of_bytes
 from arl_jax.envs.search.embedders import named_embedder
 from launch import command
 

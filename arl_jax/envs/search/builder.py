@@ -15,11 +15,9 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import xxhash
 
 from arl_jax.envs.search import chunking
+from arl_jax.envs.search.chunking import Chunking
 from arl_jax.envs.search.documents import (
   DocumentReader,
   SourceFile,
@@ -28,6 +26,7 @@ from arl_jax.envs.search.documents import (
 from arl_jax.envs.search.embedders import NamedEmbedder
 from arl_jax.envs.search.left_out import LeftOut
 from arl_jax.envs.search.ranking import Lexicon
+from arl_jax.envs.search.reuse import Kept, Pool, Unread
 from arl_jax.envs.search.sections import (
   ForeignError,
   Sections,
@@ -43,38 +42,7 @@ from arl_jax.envs.search.stored_corpus import StoredCorpus, Table
 _SHARD_BYTES = 64 * 2**20
 # Texts embedded between two signs of life.
 _EMBED_ROWS = 512
-_READ_BYTES = 2**20
 _SAY_SECONDS = 5.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunking:
-  """How documents are cut.
-
-  Attributes:
-    max_tokens: of a chunk.
-    tolerance: by which a document's last chunk may be longer.
-    count_tokens: tokens of a text.
-    counter: what says which function that is, in the index.
-    shard_chunks: of a shard, beside what its last document adds.
-  """
-
-  max_tokens: int = 512
-  tolerance: int = 100
-  count_tokens: Callable[[str], int] = chunking.quarter_of_bytes
-  counter: str = "bytes/4"
-  shard_chunks: int = 4096
-
-  def __post_init__(self) -> None:
-    for name, least in (
-      ("max_tokens", 16),
-      ("tolerance", 0),
-      ("shard_chunks", 1),
-    ):
-      if getattr(self, name) < least:
-        raise ValueError(
-          f"{name} is {getattr(self, name)}, not at least {least}"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,18 +200,18 @@ class _Build:
     stored = [s for s in self._folder.shards() if s.made_by == self._made_by]
     if verify:
       stored = [shard for shard in stored if self._is_whole(shard)]
-    pool = _Pool(stored, files)
+    pool = Pool(stored, files)
     units = pool.units(files)
-    everything = all(isinstance(unit, _Kept) for unit in units)
+    everything = all(isinstance(unit, Kept) for unit in units)
     made: list[StoredShard] = []
     i = 0
     while i < len(units):
       unit = units[i]
-      if isinstance(unit, _Kept):
+      if isinstance(unit, Kept):
         shard = unit.shard
         end = i + len(shard.parts)
         whole = unit.index == 0 and units[i:end] == [
-          _Kept(shard, k) for k in range(len(shard.parts))
+          Kept(shard, k) for k in range(len(shard.parts))
         ]
         # Small ones join their neighbours, or they would become many.
         large = 2 * shard.info.chunks >= self._chunks.shard_chunks
@@ -267,7 +235,7 @@ class _Build:
       return False
     return True
 
-  def _copy(self, unit: _Kept, made: list[StoredShard]) -> None:
+  def _copy(self, unit: Kept, made: list[StoredShard]) -> None:
     shard, parts = unit.shard, unit.shard.parts
     if shard.info.name not in self._open:
       self._open = {shard.info.name: shard.open(self._embedder.dim)}
@@ -277,7 +245,7 @@ class _Build:
     if self._full:
       self._end_shard(made)
 
-  def _read(self, unit: _Unread, made: list[StoredShard]) -> None:
+  def _read(self, unit: Unread, made: list[StoredShard]) -> None:
     file = unit.file
     self.read.add(file.name)
     reader = DocumentReader(file, unit.begin, unit.line)
@@ -437,105 +405,3 @@ def _missing(table: Table, shards: Sequence[Shard]) -> int:
 
 def _repeated(table: Table, shards: Sequence[Shard]) -> int:
   return sum(s.info.chunks for s in shards) - len(table.rows)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Kept:
-  """Part `index` of a shard that is there."""
-
-  shard: StoredShard
-  index: int
-
-  def __eq__(self, other: Any) -> bool:
-    return (
-      isinstance(other, _Kept)
-      and self.shard is other.shard
-      and self.index == other.index
-    )
-
-  def __hash__(self) -> int:
-    return hash((id(self.shard), self.index))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unread:
-  """A file that must be read, from a byte and a line on."""
-
-  file: SourceFile
-  begin: int = 0
-  line: int = 1
-
-
-class _Pool:
-  """Parts of files that haven't changed since shards were made of them."""
-
-  def __init__(
-    self, shards: Sequence[StoredShard], files: Sequence[SourceFile]
-  ):
-    by_name = {file.name: file for file in files}
-    self._found: dict[tuple[str, int], list[_Kept]] = {}
-    self._same: dict[tuple[str, int, int, str], bool] = {}
-    kept: list[tuple[int, list[_Kept]]] = []
-    for shard in shards:
-      good = [
-        _Kept(shard, i)
-        for i, part in enumerate(shard.parts)
-        if part.file in by_name and self._holds(part, by_name[part.file])
-      ]
-      kept.append((len(shard.parts) - len(good), good))
-    # Shards of which all is used come first: they needn't be copied.
-    for _, good in sorted(kept, key=lambda item: item[0]):
-      for unit in good:
-        part = unit.shard.parts[unit.index]
-        self._found.setdefault((part.file, part.begin), []).append(unit)
-
-  def _holds(self, part: Part, file: SourceFile) -> bool:
-    """Whether a file still has the bytes of a part."""
-    if part.size == file.size and part.mtime_ns == file.mtime_ns:
-      return True
-    if part.size < 0:
-      return not os.access(file.path, os.R_OK)
-    if part.end > file.size:
-      return False
-    if part.last and part.end != file.size:
-      return False
-    key = (part.file, part.begin, part.end, part.digest)
-    if key not in self._same:
-      self._same[key] = _digest(file, part.begin, part.end) == part.digest
-    return self._same[key]
-
-  def units(self, files: Sequence[SourceFile]) -> list[_Kept | _Unread]:
-    """What makes up all files, in order."""
-    found: list[_Kept | _Unread] = []
-    for file in files:
-      begin, line, last = 0, 1, False
-      while not last:
-        options = self._found.get((file.name, begin), [])
-        option = next((o for o in options if _part(o).line == line), None)
-        if option is None:
-          found.append(_Unread(file, begin, line))
-          break
-        found.append(option)
-        part = _part(option)
-        begin, line, last = part.end, part.next_line, part.last
-    return found
-
-
-def _part(unit: _Kept) -> Part:
-  return unit.shard.parts[unit.index]
-
-
-def _digest(file: SourceFile, begin: int, end: int) -> str:
-  hashed = xxhash.xxh3_128()
-  try:
-    with open(file.path, "rb") as opened:
-      opened.seek(begin)
-      while begin < end:
-        data = opened.read(min(_READ_BYTES, end - begin))
-        if not data:
-          break
-        hashed.update(data)
-        begin += len(data)
-  except OSError:
-    return ""
-  return hashed.hexdigest()

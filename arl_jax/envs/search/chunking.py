@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,8 +23,9 @@ def cut(
 
   Cuts fall between paragraphs, in a longer paragraph between sentences or
   lines, then between words, and only then within a word. Neighbours are merged
-  while they fit. A last part of at most `tolerance` tokens joins the one before
-  it where both have at most `max_tokens + tolerance`: alone it would say little.
+  while they fit. A last part of at most `tolerance` tokens would say little
+  alone: it joins the one before it where both have at most `max_tokens +
+  tolerance`.
 
   Args:
     text: of a document.
@@ -64,6 +66,36 @@ def quarter_of_bytes(text: str) -> int:
   languages with letters of three bytes.
   """
   return -(-len(text.encode("utf-8", "replace")) // 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunking:
+  """How documents are cut.
+
+  Attributes:
+    max_tokens: of a chunk.
+    tolerance: by which a document's last chunk may be longer.
+    count_tokens: tokens of a text.
+    counter: what says which function that is, in the index.
+    shard_chunks: of a shard, beside what its last document adds.
+  """
+
+  max_tokens: int = 512
+  tolerance: int = 100
+  count_tokens: Callable[[str], int] = quarter_of_bytes
+  counter: str = "bytes/4"
+  shard_chunks: int = 4096
+
+  def __post_init__(self) -> None:
+    for name, least in (
+      ("max_tokens", 16),
+      ("tolerance", 0),
+      ("shard_chunks", 1),
+    ):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"{name} is {getattr(self, name)}, not at least {least}"
+        )
 
 
 def _checked(

@@ -125,7 +125,7 @@ class EmbeddingClient:
         held += data
         if len(held) > most:
           raise ValueError(
-            f"{self._url}: an answer of more than {most} bytes for {count} texts"
+            f"{self._url}: an answer has over {most} bytes for {count} texts"
           )
         if time.monotonic() > deadline:
           raise httpx.ReadTimeout(f"an answer took over {self._timeout:g} s")
@@ -144,7 +144,13 @@ class EmbeddingClient:
         if rows[index] is not None:
           raise ValueError(f"index {index} is there twice")
         rows[index] = self._row(item["embedding"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (
+      ValueError,
+      KeyError,
+      TypeError,
+      OverflowError,
+      RecursionError,
+    ) as error:
       raise ValueError(
         f"{self._url}: an answer isn't OpenAI's: {error!r:.{_MAX_ERROR}}"
       ) from error

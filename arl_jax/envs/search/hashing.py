@@ -57,12 +57,11 @@ def hashed_embedder(dim: int = 256) -> Callable[[Sequence[str]], np.ndarray]:
       if not counts:
         continue
       found = [features(word) for word in counts]
-      scale = [
-        w * (1.0 + np.log(n))
-        for (_, w), n in zip(found, counts.values(), strict=True)
-      ]
       where = np.concatenate([i for i, _ in found])
-      row[:] = np.bincount(where, np.concatenate(scale), dim)
+      weights = np.concatenate([w for _, w in found])
+      times = np.fromiter(counts.values(), np.float64, len(counts))
+      scale = np.repeat(1.0 + np.log(times), [len(i) for i, _ in found])
+      row[:] = np.bincount(where, weights * scale, dim)
       row /= max(float(np.linalg.norm(row)), 1e-12)
     return rows
 

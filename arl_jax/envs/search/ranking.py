@@ -45,12 +45,16 @@ class Hit:
 
 def terms(text: str) -> list[str]:
   """Lower-case words of a text; an identifier gives itself and its parts."""
+  words = _WORD.findall(text.lower())
+  # Most texts have nothing to cut or to take apart.
+  if "_" not in text and max(map(len, words), default=0) <= _MAX_TERM_CHARS:
+    return words
   found = []
-  for word in _WORD.findall(text.lower()):
+  for word in words:
     word = word[:_MAX_TERM_CHARS]
     found.append(word)
     if "_" in word:
-      found.extend(part for part in word.split("_") if part != word and part)
+      found.extend(part for part in word.split("_") if part and part != word)
   return found
 
 

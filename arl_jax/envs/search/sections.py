@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -36,7 +37,7 @@ def write_sections(
   hashed = xxhash.xxh3_128()
   layout: dict[str, list[int]] = {}
   at = 0
-  with _Replacing(path) as file:
+  with _replacing(path) as file:
 
     def write(data: Any) -> int:
       view = memoryview(data).cast("B") if len(data) else memoryview(b"")
@@ -122,7 +123,7 @@ def write_sealed(path: pathlib.Path, body: Any) -> None:
     "format": FORMAT,
     "digest": xxhash.xxh3_128_hexdigest(text),
   }
-  with _Replacing(path) as file:
+  with _replacing(path) as file:
     file.write(json.dumps(head).encode() + b"\n" + text + b"\n")
 
 
@@ -159,29 +160,20 @@ class ForeignError(ValueError):
   """A file isn't one of this program's, or of another version of it."""
 
 
-class _Replacing:
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
   """A file that takes its name once it is whole and on the disk."""
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self._partial = path.with_name(path.name + ".partial")
-
-  def __enter__(self) -> Any:
-    self._file = self._partial.open("wb")
-    return self._file
-
-  def __exit__(self, kind: Any, *_: Any) -> None:
-    try:
-      if kind is None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-    finally:
-      self._file.close()
-    if kind is None:
-      os.replace(self._partial, self._path)
-      flush_folder(self._path.parent)
-    else:
-      self._partial.unlink(missing_ok=True)
+  partial = path.with_name(path.name + ".partial")
+  try:
+    with partial.open("wb") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, path)
+  except BaseException:
+    partial.unlink(missing_ok=True)
+    raise
+  flush_folder(path.parent)
 
 
 def flush_folder(folder: pathlib.Path) -> None:
