@@ -103,6 +103,13 @@ class _Parser(html.parser.HTMLParser):
     self._line: list[str] = []
     self._preformatted = 0
 
+  def parse_marked_section(self, i: int, report: bool = True) -> int:
+    try:
+      return super().parse_marked_section(i, report)
+    except AssertionError:
+      # `<![` before what HTML doesn't know.
+      return self.parse_bogus_comment(i)
+
   def handle_starttag(self, tag: str, attrs: object) -> None:
     if tag in _DROPPED:
       self.within = tag
