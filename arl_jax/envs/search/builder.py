@@ -383,6 +383,9 @@ class _Build:
     for path in partial.iterdir():
       if path.suffix == ".lock":
         path.unlink()
+      else:
+        # Some of tantivy's are its user's alone.
+        path.chmod(partial.stat().st_mode & 0o666)
     flush_folder(partial)
     os.rename(partial, final)
     flush_folder(self._folder.path)

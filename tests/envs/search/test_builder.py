@@ -49,6 +49,8 @@ class TestFirstBuild:
     assert summary.embedded == summary.chunks + repeated
     assert repeated == 1
     assert len(index.manifest.shards) > 1
+    modes = {p.stat().st_mode & 0o666 for p in (tmp_path / "out").rglob("*.*")}
+    assert modes == {(tmp_path / "out").stat().st_mode & 0o666}
     assert summary.bytes == sum(
       p.stat().st_size
       for p in (tmp_path / "out").rglob("*")
