@@ -14,7 +14,9 @@ import hashlib
 import pathlib
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+
+from arl_jax.envs.search import chunking
 
 _SUFFIXES = (".md", ".rst", ".txt")
 _MAX_FILE_BYTES = 16 * 2**20
@@ -33,11 +35,6 @@ _SKIPPED_MODULES = frozenset(
     "this",
     "turtledemo",
   )
-)
-
-# Coarse to fine; each ends a piece, whose separator stays with it.
-_BOUNDARIES = tuple(
-  re.compile(p) for p in (r"\n[ \t]*\n\s*", r"(?<=[.!?;:])\s+|\n\s*", r"\s+")
 )
 
 
@@ -139,85 +136,13 @@ def build_corpus(
       )
     seen_ids.add(document.doc_id)
     n = 0
-    for text in _pack(document.text, count_tokens, max_tokens):
-      if text in seen_texts or not re.search(r"[^\W_]", text):
+    for text in chunking.cut(document.text, count_tokens, max_tokens):
+      if text in seen_texts or not chunking.has_words(text):
         continue
       seen_texts.add(text)
       chunks.append(Chunk(f"{document.doc_id}_{n}", document.doc_id, text))
       n += 1
   return Corpus(documents, tuple(chunks))
-
-
-def _pack(
-  text: str, count_tokens: Callable[[str], int], max_tokens: int
-) -> Iterator[str]:
-  """Merges pieces greedily into texts of at most `max_tokens`."""
-  held: list[str] = []
-  total = 0
-  for piece, tokens in _pieces(text, count_tokens, max_tokens, level=0):
-    if held and total + tokens > max_tokens:
-      yield from _checked(held, count_tokens, max_tokens)
-      held, total = [], 0
-    held.append(piece)
-    total += tokens
-  yield from _checked(held, count_tokens, max_tokens)
-
-
-def _checked(
-  pieces: Sequence[str], count_tokens: Callable[[str], int], max_tokens: int
-) -> Iterator[str]:
-  # A tokenizer may count more for a whole than for its parts.
-  start = 0
-  while start < len(pieces):
-    end = len(pieces)
-    text = _tidy("".join(pieces[start:end]))
-    while end > start + 1 and count_tokens(text) > max_tokens:
-      end -= 1
-      text = _tidy("".join(pieces[start:end]))
-    yield text
-    start = end
-
-
-def _pieces(
-  text: str, count_tokens: Callable[[str], int], max_tokens: int, level: int
-) -> Iterator[tuple[str, int]]:
-  """Consecutive parts of `text`, each with its at most `max_tokens` tokens."""
-  tidy = _tidy(text)
-  if not tidy:
-    return
-  # Nothing short of a document is worth counting whole.
-  if level > 0 or len(tidy) <= 8 * max_tokens:
-    tokens = count_tokens(tidy)
-    if tokens <= max_tokens:
-      yield text, tokens
-      return
-  if level < len(_BOUNDARIES):
-    for part in _split_after(_BOUNDARIES[level], text):
-      yield from _pieces(part, count_tokens, max_tokens, level + 1)
-    return
-  if len(tidy) == 1:
-    raise ValueError(
-      f"max_tokens is {max_tokens}, but the character {tidy!r} alone has"
-      f" {tokens}; allow at least that"
-    )
-  middle = len(tidy) // 2
-  for part in (tidy[:middle], tidy[middle:]):
-    yield from _pieces(part, count_tokens, max_tokens, level)
-
-
-def _split_after(boundary: re.Pattern[str], text: str) -> Iterator[str]:
-  start = 0
-  for match in boundary.finditer(text):
-    if match.end() > start:
-      yield text[start : match.end()]
-      start = match.end()
-  if start < len(text):
-    yield text[start:]
-
-
-def _tidy(text: str) -> str:
-  lines = [line.rstrip() for line in text.strip().splitlines()]
-  return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
 def folder_documents(path: str | pathlib.Path) -> list[Document]:

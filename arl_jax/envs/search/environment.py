@@ -1,6 +1,6 @@
 """The self-editing search environment: find, read and prune chunks.
 
-Four tools act on one `SearchIndex` (Chroma's Context-1, 2026). The policy never
+Four tools act on one `Index` (Chroma's Context-1, 2026). The policy never
 sees chunk ids: it reads and writes *handles*, short ids of one episode.
 """
 
@@ -59,7 +59,7 @@ class SearchEnvironment:
   def __init__(
     self,
     *,
-    index: index_lib.SearchIndex,
+    index: index_lib.Index,
     handles: Sequence[str],
     count_tokens: Callable[[str], int],
     reranker: Reranker | None = None,
@@ -178,7 +178,7 @@ class SearchEnvironment:
       )
     except ValueError:
       return self._failed("bad pattern", budget)
-    return self._show(found, pattern, budget)
+    return self._show(found, pattern, budget, found.note)
 
   async def _read(self, name: str, budget: int) -> types.Observation:
     corpus = self._index.corpus
@@ -198,13 +198,24 @@ class SearchEnvironment:
     return self._show(ranked, prompt, budget)
 
   def _show(
-    self, chunk_ids: Sequence[str], query: str, budget: int
+    self,
+    chunk_ids: Sequence[str],
+    query: str,
+    budget: int,
+    cut: str = "",
   ) -> types.Observation:
-    """Blocks of as many chunks, in this order, as fit into `budget`."""
+    """Blocks of as many chunks, in this order, as fit into `budget`.
+
+    Args:
+      chunk_ids: of what was found.
+      query: by whose words a chunk's snippet is chosen.
+      budget: tokens.
+      cut: why there may be more, if there may.
+    """
     wanted = set(index_lib.terms(query[:_MAX_ARGUMENT_CHARS]))
     blocks: list[types.Block] = []
     shown: list[str] = []
-    note = None if chunk_ids else "no results"
+    note = cut or (None if chunk_ids else "no results")
     for chunk_id in chunk_ids:
       if chunk_id not in self._handle_of and not self._free:
         note = "no ids left"
