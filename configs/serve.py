@@ -6,9 +6,9 @@ Duration:  until it is stopped; ready after compiling, about a minute here
 Expect:    `curl localhost:8000/ready` says {"state":"serving"}
 """
 
-from arl_jax.serving.serve_config import ServeConfig
+from arl_jax.online.serve_config import AgentServeConfig
 
 
-def get_config() -> ServeConfig:
-  """See the fields of `ServeConfig`; every one is a flag."""
-  return ServeConfig()
+def get_config() -> AgentServeConfig:
+  """See the fields of `AgentServeConfig`; every one is a flag."""
+  return AgentServeConfig()

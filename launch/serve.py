@@ -5,19 +5,26 @@
 Every field of the configuration is a flag too:
 
   python -m launch.serve --checkpoint=NAME --config.serving.weights=gs://runs/7
+
+With an index of `launch.prepare` it also serves the search agent, with the
+tools, budgets and context of training, at POST /v1/agents/search:
+
+  python -m launch.serve --checkpoint=NAME --agent=search --index=runs/index
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 
 from absl import flags, logging
 from ml_collections import config_flags
 
+from arl_jax.online.routes import routes
+from arl_jax.online.serve_config import AgentServeConfig
 from arl_jax.serving.assembly import assemble
-from arl_jax.serving.serve_config import ServeConfig
 from launch import command
 
 _CONFIG = config_flags.DEFINE_config_file("config")
@@ -27,20 +34,36 @@ _CHECKPOINT = flags.DEFINE_string(
 _PORT = flags.DEFINE_integer(
   "port", None, "Of HTTP; as --config.serving.port.", lower_bound=0
 )
+_AGENT = flags.DEFINE_enum(
+  "agent", None, ["search"], "An agent to serve beside the model."
+)
+_INDEX = flags.DEFINE_string(
+  "index", None, "Of the search agent; as --config.search_agent.index."
+)
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise ValueError(f"unexpected arguments {argv[1:]}; flags begin with --")
   config = _CONFIG.value
-  if not isinstance(config, ServeConfig):
-    raise ValueError("--config must give a ServeConfig, as configs/serve.py")
+  if not isinstance(config, AgentServeConfig):
+    raise ValueError(
+      "--config must give an AgentServeConfig, as configs/serve.py"
+    )
   if _CHECKPOINT.value is not None:
     config.checkpoint = _CHECKPOINT.value
   if _PORT.value is not None:
     config.serving.port = _PORT.value
+  if _INDEX.value is not None:
+    config.search_agent.index = _INDEX.value
+  if (_AGENT.value is None) != (not config.search_agent.index):
+    raise ValueError(
+      f"--agent is {_AGENT.value!r} and the index"
+      f" {config.search_agent.index!r}; --agent=search needs --index, and the"
+      " other way round"
+    )
   logging.set_verbosity(logging.INFO)
-  server = assemble(config)
+  server = assemble(config, functools.partial(routes, config))
   should_stop = command.stop_on_signals("stopping after running requests")
 
   def say() -> None:
@@ -59,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  command.run(main, ServeConfig(), "configs/serve.py")
+  command.run(main, AgentServeConfig(), "configs/serve.py")
 
 
 if __name__ == "__main__":

@@ -77,11 +77,16 @@ class SearchAgent:
       raise HttpError(
         429, f"{self._running} searches run, which is as many as may"
       )
-    seed = secrets.randbits(31) if seed is None else seed % 2**31
-    if not streamed:
+    seed = secrets.randbits(31) if seed is None else seed
+    # From here on, so that requests that come together are counted.
+    self._running += 1
+    if streamed:
+      steps = self._steps(query, seed)
+      return EventResponse(await anext(steps), steps)
+    try:
       return JSONResponse(await until_gone(request, self._run(query, seed)))
-    steps = self._steps(query, seed)
-    return EventResponse(await anext(steps), steps)
+    finally:
+      self._running -= 1
 
   async def _run(
     self,
@@ -97,21 +102,17 @@ class SearchAgent:
     """
     task = Task(task_id=f"query-{uuid.uuid4().hex}", prompt=query, truth={})
     environment = self._environment()
-    self._running += 1
-    try:
-      async with asyncio.timeout(self._seconds):
-        episode = await run_episode(
-          task,
-          environment,
-          self._client,
-          self._renderer,
-          self._config,
-          seed=seed,
-          training=False,
-          on_event=on_event,
-        )
-    finally:
-      self._running -= 1
+    async with asyncio.timeout(self._seconds):
+      episode = await run_episode(
+        task,
+        environment,
+        self._client,
+        self._renderer,
+        self._config,
+        seed=seed,
+        training=False,
+        on_event=on_event,
+      )
     return self._answer(query, environment, episode)
 
   def _answer(
@@ -150,6 +151,7 @@ class SearchAgent:
         yield event
       yield await task
     finally:
+      self._running -= 1
       task.cancel()
       await asyncio.gather(task, return_exceptions=True)
 
