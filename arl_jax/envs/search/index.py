@@ -170,7 +170,8 @@ class SearchIndex:
     lexical = self._lexicon.rank(query, excluded, depth)
     vector = self._vector(query)
     dense = nearest(
-      self._vectors @ vector,
+      # Not by a BLAS: its threads wait for each other, for so little.
+      np.vecdot(self._vectors, vector),
       lambda rows: row_products(self._vectors[rows], vector),
       excluded,
       depth,

@@ -7,6 +7,7 @@ corpus, so shards hold all of them, and a table says which count.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ class StoredCorpus:
     self._shards = shards
     self._digest = digest
     self.row_starts = np.cumsum([0, *(s.info.chunks for s in shards)])
+    self._edges: list[int] = self.row_starts.tolist()
     self._document_starts = np.cumsum([0, *(s.info.documents for s in shards)])
     self.chunks: Sequence[Chunk] = _Listed(len(table.rows), self._chunk)
     self.documents: Sequence[Document] = _Listed(
@@ -139,8 +141,8 @@ class StoredCorpus:
   def row(self, position: int) -> tuple[int, int]:
     """Number of the shard of a chunk, and its row there."""
     row = int(self.table.rows[position])
-    shard = int(np.searchsorted(self.row_starts, row, "right")) - 1
-    return shard, row - int(self.row_starts[shard])
+    shard = bisect.bisect_right(self._edges, row) - 1
+    return shard, row - self._edges[shard]
 
   def position_of_row(self, row: int) -> int | None:
     """Position of a row through all shards; None if it doesn't count."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import tantivy
@@ -26,6 +28,10 @@ from arl_jax.envs.search.shards import Shard
 from arl_jax.envs.search.store import IndexFolder, Manifest
 from arl_jax.envs.search.stored_corpus import StoredCorpus, Table
 
+# Threads that help with a search, which memory's speed bounds; and numbers from
+# which on it is worth it.
+_HELPERS = min(os.cpu_count() or 1, 4) - 1
+_SHARED = 2**20
 # A builder may replace what a manifest named while it is being opened.
 _TRIES = 5
 
@@ -79,6 +85,9 @@ class StoredIndex:
     # Positions of rows, unless all of them count.
     rows = self.corpus.table.rows
     self._chosen = None if len(rows) == self.corpus.row_starts[-1] else rows
+    self._helpers: ThreadPoolExecutor | None = None
+    if _HELPERS and self.corpus.row_starts[-1] * embedder.dim >= _SHARED:
+      self._helpers = ThreadPoolExecutor(_HELPERS, "search")
 
   def search(
     self, query: str, *, exclude: Collection[str] = (), limit: int = 50
@@ -97,10 +106,12 @@ class StoredIndex:
       except KeyError:
         continue
     depth = max(limit, DEPTH)
-    lexical = self._lexicon.rank(query, excluded, depth)
     (vector,) = self._embedder([query])
+    scan = _Scan(self._shards, self.corpus.row_starts, vector, self._helpers)
+    lexical = self._lexicon.rank(query, excluded, depth)
+    similarity = scan.result()
     dense = nearest(
-      self._similarity(vector),
+      similarity if self._chosen is None else similarity[self._chosen],
       lambda positions: row_products(self._vectors(positions), vector),
       excluded,
       depth,
@@ -109,16 +120,6 @@ class StoredIndex:
       Hit(self.corpus.chunk_id(i), score)
       for i, score in fuse((lexical, dense), limit)
     ]
-
-  def _similarity(self, vector: np.ndarray) -> np.ndarray:
-    """[chunks] float32, inner product of each chunk with a query."""
-    starts = self.corpus.row_starts
-    found = np.empty(starts[-1], np.float32)
-    for shard, start in zip(self._shards, starts[:-1], strict=True):
-      np.dot(
-        shard.vectors, vector, out=found[start : start + shard.info.chunks]
-      )
-    return found if self._chosen is None else found[self._chosen]
 
   def _vectors(self, positions: np.ndarray) -> np.ndarray:
     """[n, dim] of chunks."""
@@ -159,6 +160,54 @@ class StoredIndex:
     except TimeoutError:
       found.note = f"stopped after {self._grep_seconds:g} s"
     return found
+
+
+class _Scan:
+  """Inner products of all vectors with one, by a helper and who waits for it.
+
+  One pass by numpy over the rows is as fast as a BLAS's, whose threads wait for
+  each other after each shard: far longer, where a core is busy.
+  """
+
+  def __init__(
+    self,
+    shards: Sequence[Shard],
+    starts: np.ndarray,
+    vector: np.ndarray,
+    helpers: ThreadPoolExecutor | None,
+  ):
+    """Begins.
+
+    Args:
+      shards: whose vectors are taken.
+      starts: [shards + 1] first row of each, and the end.
+      vector: [dim] float32.
+      helpers: threads that take part; none if None.
+    """
+    self._found = np.empty(starts[-1], np.float32)
+    self._vector = vector
+    self._waiting = deque(zip(shards, starts[:-1].tolist(), strict=True))
+    self._helping: list[Future[None]] = []
+    if helpers is not None:
+      self._helping = [helpers.submit(self._work) for _ in range(_HELPERS)]
+
+  def _work(self) -> None:
+    while True:
+      try:
+        shard, start = self._waiting.popleft()
+      except IndexError:
+        return
+      out = self._found[start : start + shard.info.chunks]
+      np.vecdot(shard.vectors, self._vector, out=out)
+
+  def result(self) -> np.ndarray:
+    """[rows] float32."""
+    self._work()
+    for helping in self._helping:
+      # One that hasn't begun has nothing left to do.
+      if not helping.cancel():
+        helping.result()
+    return self._found
 
 
 def _opened(
