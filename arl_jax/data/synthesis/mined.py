@@ -139,9 +139,7 @@ class MinedAuthor:
   def _places(
     self, graph: EntityGraph, key: str, draft: Draft, draw: random.Random
   ) -> Iterator[tuple[int, Sentence, Mention]]:
-    """Sentences of documents not used yet that name the entity, and what else
-    each names.
-    """
+    """Sentences elsewhere that name the entity, and what else each names."""
     used = {self._corpus.chunk(i.chunk_id).doc_id for i in draft.items}
     chunks = graph.entities[key].chunks
     documents = sorted(set(chunks) - used)
@@ -158,7 +156,7 @@ class MinedAuthor:
     yield from draw.sample(places, min(_TRIES, len(places)))
 
   def _is_known(self, name: str, draft: Draft) -> bool:
-    """Whether a searcher comes across a name before the hop that asks for it."""
+    """Whether a searcher comes across a name in an earlier hop."""
     texts = (self._corpus.chunk(item.chunk_id).text for item in draft.items)
     return holds(draft.prompt, name) or any(holds(t, name) for t in texts)
 

@@ -106,7 +106,7 @@ class SynthesisConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-  """Which attempt at a task: all that its result follows from, but the author."""
+  """Which attempt at a task; with the author all that its result follows from."""
 
   split: str
   hops: int

@@ -77,10 +77,12 @@ class Verdict:
 
 def fold(text: str) -> str:
   """A text without case, accents and compatibility forms."""
+  if text.isascii():
+    return text.lower()
   # Folding may leave characters that decompose further.
   folded = unicodedata.normalize("NFKD", text).casefold()
   folded = unicodedata.normalize("NFKD", folded)
-  return "".join(c for c in folded if not unicodedata.category(c)[0] == "M")
+  return "".join(c for c in folded if unicodedata.category(c)[0] != "M")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,6 +119,12 @@ def find(quote: str, text: str, rules: QuoteRules | None = None) -> str | None:
   rest = iter(held.split())
   # Each search goes on behind the last hit.
   return WORDS if all(word in rest for word in long) else None
+
+
+def is_part(quote: str, text: str) -> bool:
+  """Whether a quote is a substring of a text, both normalised."""
+  wanted = normalise(quote)
+  return bool(wanted) and wanted in normalise(text)
 
 
 def _letters(word: str) -> int:

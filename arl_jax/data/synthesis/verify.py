@@ -130,7 +130,7 @@ def supports(draft: Draft, text: str) -> bool:
 
 def holds_quotes(text: str, texts: Iterable[str]) -> bool:
   """Whether all quotes are substrings; false if there is none."""
-  found = [quotes.find(quote, text) == quotes.SUBSTRING for quote in texts]
+  found = [quotes.is_part(quote, text) for quote in texts]
   return bool(found) and all(found)
 
 
