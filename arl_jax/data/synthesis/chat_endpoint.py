@@ -1,4 +1,4 @@
-"""A chat model behind an OpenAI-compatible endpoint, and nothing it says trusted.
+"""A chat model behind an OpenAI-compatible endpoint, which nobody trusts.
 
 An answer is bounded in bytes and in seconds, read strictly, and one JSON object
 or nothing.
@@ -7,8 +7,10 @@ or nothing.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import re
+import ssl
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,6 +97,7 @@ class ChatEndpoint:
       timeout=httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS)),
       limits=httpx.Limits(max_connections=concurrency),
       follow_redirects=False,
+      verify=_certificates(),
     )
 
   async def __aenter__(self) -> ChatEndpoint:
@@ -162,6 +165,12 @@ class ChatEndpoint:
     if status >= 500 or status in _BUSY:
       raise _TryAgain(message)
     raise AuthorFailed(message)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+  """Shared, as reading them takes long."""
+  return httpx.create_ssl_context()
 
 
 class _TryAgain(Exception):

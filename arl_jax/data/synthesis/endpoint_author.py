@@ -74,8 +74,8 @@ _QUOTE = (
 )
 _DISTRACT = (
   "Here are the clues and the question of a search task, its answer, and"
-  " passages that a search for the clues finds. Which passages look relevant but"
-  " don't help to find the answer? Name at most {most}, the most misleading"
+  " passages that a search for the clues finds. Which passages look relevant,"
+  " but don't help to find the answer? Name at most {most}, the most misleading"
   ' first, as {{"distractors": ["P1", ...]}}.\n\n'
   "Clues:\n{clues}\n\nQuestion: {question}\n\nAnswer: {truth}\n\n{passages}"
 )

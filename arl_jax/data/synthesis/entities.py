@@ -16,9 +16,12 @@ _SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n")
 _KEY_CHARS = (4, 60)
 # What often begins a sentence, and so seems part of a name.
 _OPENINGS = frozenset(
-  "a after all an and as at but by each every for from her his if in it its my"
-  " no on our see since some that the their these this those to we when where"
-  " while with you your".split()
+  re.findall(
+    r"\w+",
+    "a after all an and as at but by each every for from her his if in it its"
+    " my no on our see since some that the their these this those to we when"
+    " where while with you your",
+  )
 )
 
 

@@ -44,7 +44,7 @@ class Evidence:
 
   @property
   def level(self) -> str:
-    """ "easy": each fact among the first 5; "hard": one beyond the 20th."""
+    """How hard: "easy" with each fact among the first 5, "hard" beyond 20."""
     ranks = [DEPTH + 1 if rank is None else rank for rank in self.ranks]
     if max(ranks) <= _EASY:
       return "easy"

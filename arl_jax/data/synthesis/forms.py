@@ -126,5 +126,5 @@ def holds(text: str, name: str) -> bool:
       if start in words.borders and start + len(form) in words.borders:
         return True
       start = words.joined.find(form, start + 1)
-  whole = [m for m in _dates(quotes.fold(name).strip())]
+  whole = _dates(quotes.fold(name))
   return bool(whole) and words.dates.issuperset(whole)

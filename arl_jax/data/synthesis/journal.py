@@ -107,8 +107,8 @@ class FileJournal:
     now = header["made_from"]
     changed = [k for k in {**before, **now} if before.get(k) != now.get(k)]
     raise ValueError(
-      f"{self.path} is of a run with another {', '.join(sorted(changed))}; go on"
-      " with the same or remove it"
+      f"{self.path} is of a run with another {', '.join(sorted(changed))};"
+      " go on with the same or remove it"
     )
 
 

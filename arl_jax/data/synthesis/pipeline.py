@@ -53,9 +53,8 @@ class SynthesisConfig:
     heldout_share: of the documents, and of the tasks, in [0, 1).
     hops: tasks are shared out among these numbers of hops.
     seed: of all that is left to chance.
-    attempts_per_task: after so many for each task asked, and `min_attempts`,
-      no more are made.
-    min_attempts: of each split and number of hops.
+    patience: attempts in a row without a new task after which a split and
+      number of hops are given up.
     near: similarity from which two tasks are the same (see `Duplicates`).
     per_truth: tasks that may have one answer.
     concurrency: attempts at a time; the tasks don't depend on it.
@@ -65,15 +64,14 @@ class SynthesisConfig:
   heldout_share: float = 0.2
   hops: tuple[int, ...] = (1, 2)
   seed: int = 0
-  attempts_per_task: int = 40
-  min_attempts: int = 200
+  patience: int = 500
   near: float = 0.6
   per_truth: int = 4
   concurrency: int = 1
 
   def __post_init__(self) -> None:
     """Raises ValueError naming the field that can't be."""
-    for name in ("count", "attempts_per_task", "min_attempts", "concurrency"):
+    for name in ("count", "patience", "concurrency"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
     if not 0 <= self.heldout_share < 1:
@@ -106,7 +104,7 @@ class SynthesisConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-  """Which attempt at a task; with the author all that its result follows from."""
+  """Which attempt at a task: with the author all that decides its result."""
 
   split: str
   hops: int
@@ -181,16 +179,19 @@ class Pipeline:
     duplicates = Duplicates(near=config.near, per_truth=config.per_truth)
     tasks: list[types.Task] = []
     for (split, hops), quota in config.quotas().items():
-      left = quota
-      limit = config.min_attempts + config.attempts_per_task * quota
+      left, idle = quota, 0
       if not left:
         continue
-      outcomes = self._outcomes(split, hops, limit)
+      outcomes = self._outcomes(split, hops)
       async with contextlib.aclosing(outcomes):
         async for outcome in outcomes:
           task = _accepted(outcome, duplicates, report)
           if task is None:
+            idle += 1
+            if idle >= config.patience:
+              break
             continue
+          idle = 0
           tasks.append(task)
           if progress is not None:
             progress(len(tasks))
@@ -202,14 +203,14 @@ class Pipeline:
     return Made(tasks=tuple(tasks), report=report)
 
   async def _outcomes(
-    self, split: str, hops: int, limit: int
+    self, split: str, hops: int
   ) -> AsyncGenerator[Outcome, None]:
-    """Outcomes in order of the attempts, some of which run at a time."""
+    """Outcomes without end in order of the attempts, some at a time."""
     running: deque[asyncio.Task[Outcome]] = deque()
     number = 0
     try:
-      while number < limit or running:
-        while number < limit and len(running) < self._config.concurrency:
+      while True:
+        while len(running) < self._config.concurrency:
           attempt = Attempt(split=split, hops=hops, number=number)
           running.append(asyncio.create_task(self._remembered(attempt)))
           number += 1

@@ -63,7 +63,9 @@ class ChatServer:
 
     self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-    self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+    self._thread = threading.Thread(
+      target=self._server.serve_forever, args=(0.05,)
+    )
 
   def __enter__(self):
     self._thread.start()

@@ -67,6 +67,7 @@ TEXTS = {
 }
 
 
+@functools.cache
 def town_index():
   """Seven documents of a sentence; a to d name Kirkwall."""
   return indexed([Document(name, name, text) for name, text in TEXTS.items()])

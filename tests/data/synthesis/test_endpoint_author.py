@@ -98,7 +98,9 @@ def right(request):
     case "distract":
       names = passages(request)
       answer = {
-        "distractors": [n for text, n in names.items() if "Bagpipes" not in text]
+        "distractors": [
+          n for text, n in names.items() if "Bagpipes" not in text
+        ]
       }
   return json.dumps(answer)
 
@@ -106,8 +108,8 @@ def right(request):
 def run(server, *, hops=1, count=1, attempts=4, **options):
   index = linked_corpus.town_index()
   config = SynthesisConfig(
-    count=count, hops=(hops,), heldout_share=0, attempts_per_task=1,
-    min_attempts=attempts, concurrency=options.pop("concurrency", 1),
+    count=count, hops=(hops,), heldout_share=0, patience=attempts,
+    concurrency=options.pop("concurrency", 1),
   )  # fmt: skip
 
   async def go():
@@ -170,7 +172,7 @@ def no_truth(found):
   [
     ("quote", made_up_quotes, "item_quotes_not_found"),
     ("quote", no_truth, "truth_quotes_not_found"),
-    ("quote", lambda f: f["items"].pop(), "clue_without_item"),
+    ("quote", lambda f: f.update(items=f["items"][:2]), "clue_without_item"),
     ("quote", lambda f: f["items"].append(f["items"][0]), "item_twice"),
     ("quote", lambda f: f.update(items=f["items"] * 9), "malformed_answer"),
     ("quote", lambda f: f["items"][0].update(clue_quotes="x"), "malformed"),
@@ -267,7 +269,7 @@ def asked(url, **options):
 
 def test_a_refusal_is_not_tried_again():
   with ChatServer(lambda _: (401, b"who\nare you?")) as server:
-    with pytest.raises(AuthorFailed, match="401, who are you?"):
+    with pytest.raises(AuthorFailed, match="401, who are"):
       asked(server.url)
     assert len(server.requests) == 1
   # Nor does a token follow a redirection elsewhere.
@@ -288,7 +290,7 @@ def test_a_server_that_is_gone():
 def test_an_answer_that_trickles_in_for_ever_is_cut_off():
   began = time.monotonic()
   with ChatServer(lambda _: endlessly(b" ", 0.02)) as server:
-    with pytest.raises(AuthorFailed, match="nothing in 0.2 s"):
+    with pytest.raises(AuthorFailed, match=r"nothing in 0\.2 s"):
       asked(server.url, timeout=0.2, tries=2)
     assert len(server.requests) == 2
   assert time.monotonic() - began < 15

@@ -36,7 +36,7 @@ def named(domain_name, text):
   [
     (
       "docs",
-      "Call os.path.join with --no-verify, read_text or TestCase in /etc/fstab.",
+      "Use os.path.join with --no-verify, read_text or TestCase in /etc/fstab.",
       [
         ("identifier", "os.path.join"),
         ("option", "--no-verify"),
@@ -48,11 +48,11 @@ def named(domain_name, text):
     ("docs", ">>> read_text()\n$ run --no-verify\n", []),
     (
       "filings",
-      "The Acme Widget Corporation paid $1.5 million on March 3, 2021, or 14.25%.",
+      "The Acme Widget Corporation paid $1.5 million on May 3, 2021 (14.25%).",
       [
         ("company", "Acme Widget Corporation"),
         ("amount", "$1.5 million"),
-        ("date", "March 3, 2021"),
+        ("date", "May 3, 2021"),
         ("quantity", "14.25%"),
       ],
     ),

@@ -148,8 +148,7 @@ def test_the_same_seed_gives_the_same_tasks_however_many_run_at_a_time(made):
 
 def test_says_what_could_not_be_made():
   config = SynthesisConfig(
-    count=150, hops=(1,), heldout_share=0, attempts_per_task=1, min_attempts=1,
-    per_truth=1,
+    count=150, hops=(1,), heldout_share=0, patience=40, per_truth=1,
   )  # fmt: skip
   index = linked_corpus.indexed(linked_corpus.documents(8))
   report = make(config, index=index).report
@@ -191,8 +190,7 @@ def scripted(*results, hops=1, count=1, journal=None, **options):
   index = linked_corpus.town_index()
   author = Scripted(index, *results, **options)
   config = SynthesisConfig(
-    count=count, heldout_share=0, hops=(hops,), attempts_per_task=1,
-    min_attempts=9,
+    count=count, heldout_share=0, hops=(hops,), patience=10,
   )  # fmt: skip
   return make(config, author, index, journal), author
 
@@ -270,7 +268,9 @@ def test_a_journal_spares_what_is_done(tmp_path):
 def test_a_journal_of_nothing_whole_begins_anew(tmp_path):
   path = tmp_path / "journal"
   path.write_bytes(b'{"made_fr')
-  outcome = Outcome(attempt=Attempt(split="train", hops=1, number=0), reason="r")
+  outcome = Outcome(
+    attempt=Attempt(split="train", hops=1, number=0), reason="r"
+  )
   with FileJournal(path, {"seed": 0}) as journal:
     assert len(journal) == 0
     journal.add(outcome)
@@ -296,7 +296,7 @@ def test_what_failed_for_no_fault_is_not_remembered(tmp_path):
     ("hops", (1, 1)),
     ("hops", (0,)),
     ("hops", (9,)),
-    ("attempts_per_task", 0),
+    ("patience", 0),
     ("concurrency", 0),
     ("near", 0.0),
     ("per_truth", 0),

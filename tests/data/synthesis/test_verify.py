@@ -75,7 +75,9 @@ def with_clue(number, **changes):
     ("too_many_quotes", with_item(0, item_quotes=("amber",) * 17)),
     ("text_too_long", with_item(0, item_quotes=("amber " * 500,))),
     ("no_truth_quote", {
-      "items": tuple(dataclasses.replace(i, truth_quotes=()) for i in GOOD.items)
+      "items": tuple(
+        dataclasses.replace(i, truth_quotes=()) for i in GOOD.items
+      )
     }),
     # One of three may be missing, two may not; of the truth none.
     ("item_quotes_not_found", {
