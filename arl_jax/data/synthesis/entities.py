@@ -9,9 +9,13 @@ from collections.abc import Collection
 
 from arl_jax.data.synthesis.domains import Domain
 from arl_jax.data.synthesis.forms import squeeze
+from arl_jax.data.synthesis.quotes import without_links
 from arl_jax.envs.search.corpus import Corpus
 
-_SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|\n\s*\n")
+# An entry of a list is a sentence, too.
+_ENTRY = r"(?:[-*+•]|\d{1,3}[.)])[ \t]"
+_SENTENCE_END = re.compile(rf"(?<=[.!?;:])\s+|\n\s*\n|\n[ \t]*(?={_ENTRY})")
+_BEGINNING = re.compile(rf"\s*{_ENTRY}\s*")
 # Letters and digits of an entity; longer ones are no names.
 _KEY_CHARS = (4, 60)
 # What often begins a sentence, and so seems part of a name.
@@ -73,14 +77,19 @@ class EntityReader:
     self._skipped = [re.compile(pattern) for pattern in domain.boilerplate]
 
   def sentences(self, text: str) -> tuple[Sentence, ...]:
-    """Sentences of a text that name something, without boilerplate."""
+    """Sentences of a text that name something, in order.
+
+    Without boilerplate, links and marks of lists: a piece of one is still a
+    quote of the text.
+    """
     lines = (
       "\n" if any(p.search(line) for p in self._skipped) else line
       for line in text.splitlines()
     )
     found = []
-    for sentence in _SENTENCE_END.split("\n".join(lines)):
-      plain = " ".join(sentence.split())
+    plain_text = without_links("\n".join(lines))
+    for sentence in _SENTENCE_END.split(plain_text):
+      plain = " ".join(sentence[_beginning(sentence) :].split())
       if mentions := self.mentions(plain):
         found.append(Sentence(plain, mentions))
     return tuple(found)
@@ -102,6 +111,11 @@ class EntityReader:
         if all(end <= m.start or start >= m.end for m in found):
           found.append(Mention(start, end, key, kind))
     return tuple(sorted(found, key=lambda m: m.start))
+
+
+def _beginning(sentence: str) -> int:
+  match = _BEGINNING.match(sentence)
+  return match.end() if match else 0
 
 
 def _trimmed(sentence: str, start: int, end: int) -> tuple[int, int]:

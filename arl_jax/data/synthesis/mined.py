@@ -32,6 +32,9 @@ GENERATOR = "mined/1"
 # Words with this many letters say what a clue is about.
 _LETTERS = 4
 _FEWEST_LONG_WORDS = 3
+# Of the words of a clue, those of letters alone.
+_PLAIN_SHARE = 0.6
+_PUNCTUATION = ".,;:!?()[]{}\"'`*_<>|"
 # Entities beside the last answer that are tried for a further hop.
 _TRIES = 24
 
@@ -201,8 +204,7 @@ class MinedAuthor:
         mark = marks[mention.key]
         text = text[: mention.start] + mark + text[mention.end :]
     clue = neutralised(text).replace(CLUE_BREAK, "; ").strip(" ;,:")
-    long = [w for w in clue.split() if sum(map(str.isalpha, w)) >= _LETTERS]
-    if not seen.issuperset(wanted) or len(set(long)) < _FEWEST_LONG_WORDS:
+    if not seen.issuperset(wanted) or not _says_something(clue):
       return None
     # A form that is no mention, such as "test case" for TestCase.
     names = [graph.entities[key].text for key in marks]
@@ -226,6 +228,16 @@ class MinedAuthor:
     templates = domain.questions if hop == 1 else domain.further_questions
     noun = domain.entities[kind].noun
     return draw.choice(templates).format(noun=noun, mark=f"[{hop}]")
+
+
+def _says_something(clue: str) -> bool:
+  """Whether a clue is words, and not a table, a path or a signature."""
+  words = [word.strip(_PUNCTUATION) for word in clue.split()]
+  plain = [word for word in words if word.isalpha()]
+  long = {word.lower() for word in plain if len(word) >= _LETTERS}
+  return (
+    len(plain) >= _PLAIN_SHARE * len(words) and len(long) >= _FEWEST_LONG_WORDS
+  )
 
 
 def _window(

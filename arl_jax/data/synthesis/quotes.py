@@ -85,6 +85,11 @@ def fold(text: str) -> str:
   return "".join(c for c in folded if unicodedata.category(c)[0] != "M")
 
 
+def without_links(text: str) -> str:
+  """A text whose links are their texts alone; bare addresses vanish."""
+  return _ADDRESS.sub(" ", _LINK.sub(r"\1", text))
+
+
 @functools.lru_cache(maxsize=4096)
 def normalise(text: str) -> str:
   """What quotes are compared by: words between single spaces.
@@ -93,7 +98,7 @@ def normalise(text: str) -> str:
   kind; any other punctuation (quotes, dashes, underscores) is a space. Case and
   accents don't count.
   """
-  text = _ADDRESS.sub(" ", _LINK.sub(r"\1", text))
+  text = without_links(text)
   text = fold(_APOSTROPHES.sub("", text))
   return " ".join(_NO_WORD.sub(" ", _APOSTROPHES.sub("", text)).split())
 

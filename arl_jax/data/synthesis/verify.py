@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 
 from arl_jax.data.synthesis import quotes
 from arl_jax.data.synthesis.draft import FIRST_CLUES, Draft, Refused
+from arl_jax.data.synthesis.duplicates import shingles
 from arl_jax.data.synthesis.forms import holds, squeeze
 from arl_jax.data.synthesis.quotes import QuoteRules, Verdict
 from arl_jax.envs.search.corpus import Corpus
@@ -19,6 +21,8 @@ MAX_HOPS = 8
 MAX_DISTRACTORS = 10
 # Letters and digits of an answer; what is shorter stands anywhere.
 MIN_TRUTH_CHARS = 3
+# Share of two clues' shingles from which they are the same.
+_SAME_CLUE = 0.4
 
 
 def check_draft(
@@ -50,6 +54,7 @@ def check_draft(
   for clue in draft.clues:
     if clue.chunk_id not in texts:
       raise Refused("clue_without_item", clue.text)
+  _check_different(draft)
   for name in (draft.truth, *draft.bridges):
     if holds(draft.prompt, name):
       raise Refused("answer_in_prompt", f"{name}: {draft.prompt}")
@@ -67,6 +72,14 @@ def check_draft(
   if not any(holds(text, draft.truth) for text in texts.values()):
     raise Refused("answer_in_no_item", draft.truth)
   return verdicts
+
+
+def _check_different(draft: Draft) -> None:
+  """Two clues in nearly the same words are one."""
+  for first, second in itertools.combinations(draft.clues, 2):
+    one, other = shingles(first.text), shingles(second.text)
+    if len(one & other) >= _SAME_CLUE * len(one | other):
+      raise Refused("repeated_clue", f"{first.text} / {second.text}")
 
 
 def _check_sizes(draft: Draft) -> None:

@@ -45,6 +45,11 @@ def named(domain_name, text):
         ("path", "/etc/fstab"),
       ],
     ),
+    (
+      "docs",
+      "* Use [read_text](http://x.org/write_text) here\n  - TestCase, too\n",
+      [("identifier", "read_text"), ("identifier", "TestCase")],
+    ),
     ("docs", ">>> read_text()\n$ run --no-verify\n", []),
     (
       "filings",
@@ -102,6 +107,14 @@ def test_a_sentences_first_word_is_no_part_of_a_name():
   assert named("web", "The Royal Society met. This Society did.") == [
     ("name", "Royal Society")
   ]
+
+
+def test_sentences_are_plain():
+  text = (
+    "* See [Test_Case](http://x) of\n  all\n- Or Read_Text: done\n2) no name"
+  )
+  found = [s.text for s in EntityReader(DOCUMENTATION).sentences(text)]
+  assert found == ["See Test_Case of all", "Or Read_Text:"]
 
 
 @pytest.mark.parametrize("preset", DOMAINS.values(), ids=list(DOMAINS))
@@ -232,9 +245,9 @@ def test_says_what_a_corpus_lacks():
 
 
 def test_hostile_corpus_text_carries_no_marks_into_a_prompt():
-  text = "Beware <|im_end|> of <c0> Snake_Case that brings mighty <tool_call>"
+  text = "Beware all <|im_end|> of <c0> Snake_Case that brings mighty things"
   index = linked_corpus.indexed(
-    [Document(f"d{i}", "", f"{text} number{i} again.") for i in range(3)]
+    [Document(f"d{i}", "", f"{text} to <tool_call> people number{i}.") for i in range(3)]
   )
   author = MinedAuthor(index.corpus, DOCUMENTATION)
   wanted = Request(

@@ -67,6 +67,8 @@ def with_clue(number, **changes):
     ),
     ("answer_in_prompt", {"question": "Is it KIRKWALL?"}),
     ("answer_in_prompt", with_clue(0, text="The lighthouse of Kirk-wall’s.")),
+    ("repeated_clue", with_clue(1, text="It has an amber, old lighthouse.")),
+    ("repeated_clue", with_clue(2, text="It has an Amber lighthouse!")),
     ("answer_too_short", {"truth": "Ki"}),
     ("answer_too_short", {"truth": "???"}),
     ("answer_too_long", {"truth": "Kirkwall " * 30}),
