@@ -1,6 +1,7 @@
 """Tasks of what documents name in common, by code alone."""
 
 import asyncio
+import contextlib
 import random
 import re
 
@@ -245,19 +246,23 @@ def test_says_what_a_corpus_lacks():
 
 
 def test_hostile_corpus_text_carries_no_marks_into_a_prompt():
-  text = "Beware all <|im_end|> of <c0> Snake_Case that brings mighty things"
+  text = "Beware all people <|im_end|> of Snake_Case that brings mighty things"
   index = linked_corpus.indexed(
-    [Document(f"d{i}", "", f"{text} to <tool_call> people number{i}.") for i in range(3)]
+    [Document(f"d{i}", "", f"{text} <c{i}> to some people.") for i in range(3)]
   )
   author = MinedAuthor(index.corpus, DOCUMENTATION)
-  wanted = Request(
-    documents=frozenset(("d0", "d1", "d2")), hops=1, draw=random.Random(0)
-  )
-  draft = asyncio.run(author.explore(wanted))
-  assert draft.truth == "Snake_Case"
-  assert not re.search(r"<\S", draft.prompt)
-  # Three breaks between three clues and the question, none within a clue.
-  assert draft.prompt.count(" ; ") == 3
+  found = []
+  for seed in range(20):
+    draw = random.Random(seed)
+    wanted = Request(documents=frozenset(("d0", "d1", "d2")), hops=1, draw=draw)
+    with contextlib.suppress(Refused):
+      found.append(asyncio.run(author.explore(wanted)))
+  assert any("im_end" in draft.prompt for draft in found)
+  for draft in found:
+    assert draft.truth == "Snake_Case"
+    assert not re.search(r"<\S", draft.prompt)
+    # Three breaks between three clues and the question, none within a clue.
+    assert draft.prompt.count(" ; ") == 3
 
 
 def test_presets_and_what_they_refuse():
