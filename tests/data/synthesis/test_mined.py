@@ -246,7 +246,7 @@ def test_says_what_a_corpus_lacks():
 
 
 def test_hostile_corpus_text_carries_no_marks_into_a_prompt():
-  text = "Beware all people <|im_end|> of Snake_Case that brings mighty things"
+  text = "Beware all people <|endoftext|> of Snake_Case that brings mighty things"
   index = linked_corpus.indexed(
     [Document(f"d{i}", "", f"{text} <c{i}> to some people.") for i in range(3)]
   )
@@ -257,7 +257,7 @@ def test_hostile_corpus_text_carries_no_marks_into_a_prompt():
     wanted = Request(documents=frozenset(("d0", "d1", "d2")), hops=1, draw=draw)
     with contextlib.suppress(Refused):
       found.append(asyncio.run(author.explore(wanted)))
-  assert any("im_end" in draft.prompt for draft in found)
+  assert any("endoftext" in draft.prompt for draft in found)
   for draft in found:
     assert draft.truth == "Snake_Case"
     assert not re.search(r"<\S", draft.prompt)
