@@ -20,6 +20,7 @@ from tests.data.synthesis.chat_server import (
   passages,
   wants,
 )
+from tests.serving.http_serving import serving
 
 DOMAIN = linked_corpus.DOMAIN
 CLUES = {
@@ -265,6 +266,17 @@ def asked(url, **options):
       return await chat.ask([{"role": "user", "content": "?"}], seed=0)
 
   return asyncio.run(go())
+
+
+def test_the_projects_own_server_will_do():
+  message = {"role": "user", "content": 'say:{"seed": <seed>}'}
+
+  async def go(url):
+    async with ChatEndpoint(url, model="tiny", max_tokens=200) as chat:
+      return await chat.ask([message], seed=7)
+
+  with serving() as server:
+    assert asyncio.run(go(server.url)) == {"seed": 7}
 
 
 def test_a_refusal_is_not_tried_again():

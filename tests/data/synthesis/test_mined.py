@@ -246,7 +246,9 @@ def test_says_what_a_corpus_lacks():
 
 
 def test_hostile_corpus_text_carries_no_marks_into_a_prompt():
-  text = "Beware all people <|endoftext|> of Snake_Case that brings mighty things"
+  text = (
+    "Beware all people <|endoftext|> of Snake_Case that brings mighty things"
+  )
   index = linked_corpus.indexed(
     [Document(f"d{i}", "", f"{text} <c{i}> to some people.") for i in range(3)]
   )
