@@ -45,8 +45,8 @@ _DATES = tuple(
   re.compile(rf"(?<!\w){pattern}(?!\w)")
   for pattern in (
     rf"{_YEAR}-(?P<month>\d{{1,2}})-(?P<day>\d{{1,2}})",
-    rf"{_MONTH}\s+{_DAY}\s*,?\s+{_YEAR}",
-    rf"{_DAY}\s+(?:of\s+)?{_MONTH}\s*,?\s+{_YEAR}",
+    rf"{_MONTH} {_DAY} ?,? {_YEAR}",
+    rf"{_DAY} (?:of )?{_MONTH} ?,? {_YEAR}",
   )
 )
 
@@ -75,8 +75,10 @@ def _words(text: str) -> _Words:
 
 def _dates(folded: str) -> list[tuple[int, int, int]]:
   found = []
+  # Runs of white space would take squared time.
+  plain = " ".join(folded.split())
   for pattern in _DATES:
-    for match in pattern.finditer(folded):
+    for match in pattern.finditer(plain):
       month = match["month"]
       number = _MONTHS[month] if month in _MONTHS else int(month)
       found.append((int(match["year"]), number, int(match["day"])))
