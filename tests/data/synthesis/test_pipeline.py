@@ -21,6 +21,7 @@ from arl_jax.data.synthesis.pipeline import (
   SynthesisConfig,
   split_documents,
 )
+from arl_jax.queueing.task_source import mixed, parse_mixture
 from arl_jax.rewards.search import SearchReward
 from tests.data.synthesis import linked_corpus
 
@@ -113,6 +114,16 @@ def test_splits_share_no_document(made):
   for task in made.tasks:
     by_split[task.split] |= set(task.provenance["source_documents"])
   assert not by_split["train"] & by_split["heldout"]
+
+
+def test_a_mixture_names_their_sources(made):
+  weights = parse_mixture("docs_1=3,docs_2=1")
+  sources = mixed(made.tasks, weights)
+  # 6 of training and 2 held out of each number of hops.
+  assert [(s.name, s.weight, len(s.task_ids)) for s in sources] == [
+    ("docs_1", 3.0, 8),
+    ("docs_2", 1.0, 8),
+  ]
 
 
 def test_the_reward_reads_them(made):
