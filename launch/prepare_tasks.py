@@ -25,8 +25,10 @@ from absl import app, flags
 from arl_jax.data.synthesis.chat_endpoint import ChatEndpoint
 from arl_jax.data.synthesis.domains import DOMAINS, Domain, domain
 from arl_jax.data.synthesis.draft import TaskAuthor
+from arl_jax.data.synthesis.endpoint_author import GENERATOR as ENDPOINT
 from arl_jax.data.synthesis.endpoint_author import EndpointAuthor
 from arl_jax.data.synthesis.journal import FileJournal
+from arl_jax.data.synthesis.mined import GENERATOR as MINED
 from arl_jax.data.synthesis.mined import MinedAuthor
 from arl_jax.data.synthesis.pipeline import Made, Pipeline, SynthesisConfig
 from arl_jax.data.task_file import write_tasks
@@ -169,10 +171,12 @@ def _identity(config: SynthesisConfig, index: SearchIndex) -> dict[str, Any]:
   fields = dataclasses.asdict(config)
   # The tasks don't depend on it.
   fields.pop("concurrency")
+  generator = MINED if _AUTHOR.value == "mined" else ENDPOINT
   return {
     "config": fields,
     "domain": _DOMAIN.value,
     "author": _AUTHOR.value,
+    "generator": generator,
     "model": _MODEL.value if _AUTHOR.value != "mined" else "",
     "corpus": index.corpus.digest,
   }

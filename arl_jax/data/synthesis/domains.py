@@ -165,7 +165,8 @@ _FUNCTION = EntityKind(
 _QUOTED = EntityKind(
   name="quoted",
   noun="word",
-  pattern=r"(?<=[`\"'])[A-Za-z][\w.-]{2,40}\w(?=[`\"'])",
+  # Digests of commits name nothing to a reader.
+  pattern=r"(?<=[`\"'])(?![0-9a-f]{7,40}\b)[A-Za-z][\w.-]{2,40}\w(?=[`\"'])",
 )
 _OPTION = EntityKind(
   name="option",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
@@ -24,7 +25,8 @@ class FileJournal:
     identity: JSON values; outcomes of another identity are refused.
 
   Raises:
-    ValueError: the file is of something else, or none of these.
+    ValueError: the file is of something else, none of these, or being
+      written by another process.
     OSError: it can't be read or written.
   """
 
@@ -33,11 +35,16 @@ class FileJournal:
     self._known: dict[Attempt, Outcome] = {}
     # As it reads once written, for the comparison.
     header = json.loads(json.dumps({"made_from": dict(identity)}))
-    end = self._read(header) if self.path.exists() else 0
     self._file: IO[bytes] = self.path.open("ab")
-    self._file.truncate(end)
-    if not end:
-      self._write(header)
+    try:
+      self._lock()
+      end = self._read(header)
+      self._file.truncate(end)
+      if not end:
+        self._write(header)
+    except BaseException:
+      self._file.close()
+      raise
 
   def __enter__(self) -> FileJournal:
     return self
@@ -76,6 +83,14 @@ class FileJournal:
     """Deletes the file, when what it was for is done."""
     self._file.close()
     self.path.unlink(missing_ok=True)
+
+  def _lock(self) -> None:
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(
+        f"{self.path} is being written by another process; wait for its end"
+      ) from None
 
   def _write(self, record: Mapping[str, Any]) -> None:
     self._file.write(json.dumps(record).encode() + b"\n")

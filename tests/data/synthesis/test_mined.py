@@ -51,6 +51,15 @@ def named(domain_name, text):
       "* Use [read_text](http://x.org/write_text) here\n  - TestCase, too\n",
       [("identifier", "read_text"), ("identifier", "TestCase")],
     ),
+    (
+      "docs",
+      "Say `keylen` of [`d523eb9c40`](http://x) to open() and openFile.",
+      [
+        ("quoted", "keylen"),
+        ("function", "open"),
+        ("identifier", "openFile"),
+      ],
+    ),
     ("docs", ">>> read_text()\n$ run --no-verify\n", []),
     (
       "filings",

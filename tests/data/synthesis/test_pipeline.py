@@ -291,6 +291,14 @@ def test_a_journal_of_nothing_whole_begins_anew(tmp_path):
   assert not path.exists()
 
 
+def test_a_journal_has_one_writer(tmp_path):
+  with (
+    FileJournal(tmp_path / "j", {}),
+    pytest.raises(ValueError, match="written by another process"),
+  ):
+    FileJournal(tmp_path / "j", {})
+
+
 def test_what_failed_for_no_fault_is_not_remembered(tmp_path):
   good = linked_corpus.town_draft()
   with FileJournal(tmp_path / "j", {}) as journal:
