@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import time
 
@@ -17,6 +18,7 @@ import pytest
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.cluster.local_processes import LocalProcesses, assign_addresses
 from arl_jax.model import init, token_logprobs
+from arl_jax.observability import metrics
 from arl_jax.problems.problem import make_problem
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.request import Sampling
@@ -26,6 +28,7 @@ from arl_jax.runtime.server_hosts import ServerHosts
 from arl_jax.serving.client import RemoteClient
 from arl_jax.sharding import make_mesh
 from arl_jax.weights import Publisher
+from launch import supervise
 
 PROBLEM = "tests.actors.echo_problem:Problem"
 # Compiled faster, in the same order of operations.
@@ -117,16 +120,22 @@ class Replica:
 
 
 @pytest.fixture(scope="module")
-def replica(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("replica")
+def environment(tmp_path_factory):
+  """Of processes: two devices each, and what is compiled is shared."""
+  compiled = tmp_path_factory.mktemp("compiled")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
+    patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
     patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     devices = "--xla_force_host_platform_device_count=2"
     patch.setenv("XLA_FLAGS", f"{FLAGS} {devices}")
-    found = Replica(folder, make_config(folder))
-    with contextlib.closing(found):
-      yield found.start()
+    yield
+
+
+@pytest.fixture(scope="module")
+def replica(environment, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("replica")
+  with contextlib.closing(Replica(folder, make_config(folder))) as found:
+    yield found.start()
 
 
 def prompt(length, seed, vocab):
@@ -242,7 +251,7 @@ def test_new_weights_come_amid_requests_and_an_idle_replica_waits(replica):
 
 
 @pytest.mark.slow
-def test_killing_one_host_ends_the_replica_and_it_comes_back(replica):
+def test_killing_one_host_ends_the_replica(replica):
   began = time.monotonic()
   os.kill(replica.handles[1].pid, signal.SIGKILL)
   first, second = replica.wait_until_ended(replica.config.cluster.lost_seconds)
@@ -251,12 +260,58 @@ def test_killing_one_host_ends_the_replica_and_it_comes_back(replica):
   # The connection tells; nobody has to be found lost.
   assert time.monotonic() - began < 5
   assert "host 1 is gone" in replica.text()
-  # As a supervisor does it.
-  replica.start()
-  assert replica.load()["version"] == 2
-  for handle in replica.handles:
-    handle.terminate()
-  assert replica.wait_until_ended(30) == [0, 0], replica.text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_a_replica_loses_a_host(environment, tmp_path):
+  config = make_config(tmp_path)
+  config.problem = "tests.runtime.seeded_problem:Problem"
+  # Nothing that takes long to compile.
+  config.model.experts, config.model.dense_width = 0, 16
+  config.model.mtp_heads = config.engine.draft_tokens = 0
+  config.serve_mesh.expert = 1
+  config.rl.steps, config.rl.tasks_per_step, config.rl.group_size = 4, 2, 2
+  config.rl.max_staleness = 1
+  config.learner.microbatches, config.learner.microbatch_tokens = 1, 640
+  config.warm_start.steps = config.warm_start.opening_steps = 0
+  run_dir, killed = pathlib.Path(config.run_dir), []
+
+  def steps():
+    path = run_dir / "metrics.jsonl"
+    return [x["step"] for x in metrics.read(path)] if path.exists() else []
+
+  def kill_a_host():
+    if not killed and len(steps()) >= 2:
+      killed.append(pid_of("--role=server", "--index=1"))
+      os.kill(killed[0], signal.SIGKILL)
+    return False
+
+  code = supervise.run_all(config, "local", [], kill_a_host)
+  logs = {
+    name: (run_dir.parent / f"run.logs/{name}.log").read_text()
+    for name in ("server-0", "server-1", "actor-0")
+  }
+  assert (code, steps()) == (0, [1, 2, 3, 4]), logs
+  assert killed
+  # Both were started again; the actor's requests found the new one.
+  starts = [logs[name].count("-- started") for name in sorted(logs)]
+  assert starts == [1, 2, 2], logs
+  assert "host 1 is gone" in logs["server-0"]
+  # Asked to stop in the end, both did.
+  assert logs["server-1"].count("error:") == 0
+
+
+def pid_of(*words):
+  """The pid of this process's child with these words in its command."""
+  for path in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+      command = (path / "cmdline").read_text().split("\0")
+      parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+    if int(parent) == os.getpid() and {*words} <= {*command}:
+      return int(path.name)
+  raise AssertionError(f"no process {words}")
 
 
 @pytest.mark.parametrize(
