@@ -52,29 +52,35 @@ class MeshConfig:
   expert: int = 1
   tensor: int = 1
 
-  def sizes(self, devices: int) -> dict[str, int]:
-    """Size of each axis on so many devices. Raises ValueError if none fits."""
+  def validate(self, name: str = "mesh") -> None:
+    """Raises ValueError if no number of devices fits; `name` is the field's."""
     sizes = dataclasses.asdict(self)
     free = [axis for axis, size in sizes.items() if size == -1]
     wrong = [axis for axis, size in sizes.items() if size < 1 and size != -1]
     if wrong or len(free) > 1:
       raise ValueError(
-        f"mesh {sizes}: sizes are >= 1, and at most one is -1 for the rest"
+        f"{name} {sizes}: sizes are >= 1, and at most one is -1 for the rest"
       )
+
+  def sizes(self, devices: int, name: str = "mesh") -> dict[str, int]:
+    """Size of each axis on so many devices. Raises ValueError if none fits."""
+    self.validate(name)
+    sizes = dataclasses.asdict(self)
+    free = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices % fixed or (not free and devices != fixed):
-      raise ValueError(f"mesh {sizes} does not fit {devices} devices")
+      raise ValueError(f"{name} {sizes} does not fit {devices} devices")
     for axis in free:
       sizes[axis] = devices // fixed
     return sizes
 
-  def make(self) -> Mesh:
+  def make(self, name: str = "mesh") -> Mesh:
     """The mesh on all devices, or on as many as the sizes name."""
     devices = jax.devices()
     sizes = dataclasses.asdict(self)
     if -1 not in sizes.values():
       devices = devices[: math.prod(sizes.values())]
-    return make_mesh(devices, **self.sizes(len(devices)))
+    return make_mesh(devices, **self.sizes(len(devices), name))
 
   def shards(self, devices: int) -> int:
     """Parts of the mesh that hold rows of their own."""

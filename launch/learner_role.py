@@ -18,6 +18,7 @@ from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.problems.problem import make_problem
 from arl_jax.queueing.transport import learner_queue
 from arl_jax.runtime.config import Config
+from arl_jax.runtime.distributed_job import refuse_other
 from arl_jax.runtime.group_source import Replay
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.queue_groups import QueueGroups
@@ -27,7 +28,7 @@ MUTABLE = (
   *("rl.steps", "rl.epochs", "steps", "checkpoint_every", "export"),
   *("keep_checkpoints", "keep_best_checkpoints", "checkpoint_quota"),
   *("weights.folder", "weights.base_every"),
-  *("weights.quota_bytes", "weights.dtype", "cluster"),
+  *("weights.quota_bytes", "weights.dtype", "cluster", "serve_mesh"),
 )
 
 
@@ -167,12 +168,8 @@ def _opened(
   said = hosts.told(open_first)
   if hosts.first:
     return opened[0], fall_back
-  there, here = said["made"], {"config": given, "data": digests}
-  if fields := provenance.differences(there, here):
-    raise ValueError(
-      f"learner {hosts.index} isn't started as learner 0 is:"
-      f" {provenance.describe(there, here, fields)}"
-    )
+  here = {"config": given, "data": digests}
+  refuse_other(said["made"], here, f"learner {hosts.index}")
   run_dir = pathlib.Path(config.run_dir)
   return RunFolder(run_dir, said["resumed"]), said["fall_back"]
 

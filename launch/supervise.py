@@ -75,10 +75,12 @@ def _ray(
   # Few have Ray.
   from arl_jax.runtime.ray_cluster import RayProcesses, RaySigns
 
-  if config.cluster.learners > 1:
-    raise ValueError(
-      f"cluster.learners is {config.cluster.learners}; with Ray it must be 1"
-    )
+  for name in ("learners", "server_hosts"):
+    if getattr(config.cluster, name) > 1:
+      raise ValueError(
+        f"cluster.{name} is {getattr(config.cluster, name)}; with Ray it must"
+        " be 1"
+      )
   processes = RayProcesses(config, ROLES, learner_flags=learner_flags)
   stack.enter_context(processes)
   return processes, stack.enter_context(RaySigns(config.cluster))
@@ -134,6 +136,15 @@ def become(
     raise ValueError(
       "cluster.coordinator is empty; --role=learner needs the address of the"
       " first learner's host, such as 10.0.0.8:7001"
+    )
+  if (
+    role == "server"
+    and cluster.server_hosts > 1
+    and not cluster.replica_coordinators
+  ):
+    raise ValueError(
+      "cluster.server_coordinators is empty; --role=server needs an address of"
+      " each replica's first host, such as 10.0.0.8:7001"
     )
   if (role, index) not in processes_of(cluster):
     count = sum(r == role for r, _ in processes_of(cluster))

@@ -12,7 +12,7 @@ from arl_jax.runtime.config import Config, explain_field
 from arl_jax.serving.config import is_loopback
 
 _ROLES = ("queue", "learner", "server", "actor", "evaluator")
-# Of queue and servers, and of the learner, that have a machine each.
+# Of queue and servers, and of coordinators, that have a machine each.
 _PORT, _COORDINATOR_PORT = 7000, 7001
 
 
@@ -111,12 +111,19 @@ def jobs(
         f"cluster.host is {cluster.host!r}; pods reach each other with"
         " --config.cluster.host=0.0.0.0 and a --config.cluster.token_file"
       )
-    names = ["queue-0", *(f"server-{i}" for i in range(cluster.servers))]
-    urls = [f"http://{domain.format(name)}:{_PORT}" for name in names]
+    hosts = cluster.server_hosts
+    firsts = [f"server-{i * hosts}" for i in range(cluster.servers)]
+    urls = [
+      f"http://{domain.format(name)}:{_PORT}" for name in ("queue-0", *firsts)
+    ]
     cluster.queue, cluster.replicas = urls[0], ",".join(urls[1:])
     if cluster.learners > 1:
       first = domain.format("learner-0")
       cluster.coordinator = f"{first}:{_COORDINATOR_PORT}"
+    if hosts > 1:
+      cluster.server_coordinators = ",".join(
+        f"{domain.format(name)}:{_COORDINATOR_PORT}" for name in firsts
+      )
   else:
     assign_addresses(cluster)
   shared = [
@@ -126,6 +133,9 @@ def jobs(
   ]
   if cluster.learners > 1:
     shared.append(f"--config.cluster.coordinator={cluster.coordinator}")
+  if cluster.server_hosts > 1:
+    coordinators = cluster.server_coordinators
+    shared.append(f"--config.cluster.server_coordinators={coordinators}")
   return {
     f"{role}_{index}": [
       *(*shared, f"--role={role}", f"--index={index}"),

@@ -19,6 +19,9 @@ class ClusterConfig:
     actors: processes that run episodes; 0 for a run in one process.
     learners: processes of the learner, each with the accelerators of one host.
     servers: replicas that sample for them.
+    server_hosts: processes of each replica, each with the accelerators of one
+      host. Process p of role "server" is that of host p % server_hosts of
+      replica p // server_hosts.
     evaluators: processes that score versions on held-out tasks, 0 or 1.
     environment_workers: processes of each actor that environments and rewards
       run in; 0 runs them in the actor itself.
@@ -28,6 +31,7 @@ class ClusterConfig:
     replicas: addresses of the servers, separated by commas; empty likewise.
     coordinator: where the learner's first process has the others find it, as
       "10.0.0.8:7001"; empty likewise, or if there is one.
+    server_coordinators: the same of each replica, separated by commas.
     host: address that a role listens on.
     token_file: holds the bearer token of queue and servers; empty asks for
       none, which only a loopback address may do.
@@ -46,12 +50,14 @@ class ClusterConfig:
   actors: int = 0
   learners: int = 1
   servers: int = 1
+  server_hosts: int = 1
   evaluators: int = 0
   environment_workers: int = 0
   episodes: int = 64
   queue: str = ""
   replicas: str = ""
   coordinator: str = ""
+  server_coordinators: str = ""
   host: str = "127.0.0.1"
   token_file: str = ""
   beat_seconds: float = 2.0
@@ -65,7 +71,11 @@ class ClusterConfig:
 
   @property
   def replica_urls(self) -> tuple[str, ...]:
-    return tuple(u.strip() for u in self.replicas.split(",") if u.strip())
+    return _listed(self.replicas)
+
+  @property
+  def replica_coordinators(self) -> tuple[str, ...]:
+    return _listed(self.server_coordinators)
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
@@ -74,6 +84,7 @@ class ClusterConfig:
       ("actors", 0, math.inf),
       ("learners", 1, math.inf),
       ("servers", 1, math.inf),
+      ("server_hosts", 1, math.inf),
       ("evaluators", 0, 1),
       ("environment_workers", 0, math.inf),
       ("episodes", 1, math.inf),
@@ -107,30 +118,46 @@ class ClusterConfig:
         raise ValueError(
           f"cluster.{name} has {url!r}; an address is like http://10.0.0.7:7000"
         )
-    self._validate_coordinator()
+    self._validate_coordinators()
     if not self.token_file and not is_loopback(self.host):
       raise ValueError(
         f"cluster.host is {self.host!r}, which others can reach; set"
         " cluster.token_file, so that not everybody may use queue and servers"
       )
 
-  def _validate_coordinator(self) -> None:
-    if self.learners > 1 and not self.actors:
+  def _validate_coordinators(self) -> None:
+    for name in ("learners", "server_hosts"):
+      if getattr(self, name) > 1 and not self.actors:
+        raise ValueError(
+          f"cluster.{name} is {getattr(self, name)}, but without"
+          " cluster.actors a run is one process; it must be 1"
+        )
+    given = self.replica_coordinators
+    if given and len(given) != self.servers:
       raise ValueError(
-        f"cluster.learners is {self.learners}, but without cluster.actors a run"
-        " is one process; it must be 1"
+        f"cluster.server_coordinators has {len(given)} addresses for"
+        f" cluster.servers {self.servers}; give one for each, or none"
       )
-    if not self.coordinator:
-      return
-    try:
-      url = urllib.parse.urlsplit(f"//{self.coordinator}")
-      whole = bool(url.hostname and url.port and url.netloc == self.coordinator)
-    except ValueError:
-      whole = False
-    if not whole:
-      raise ValueError(
-        f"cluster.coordinator is {self.coordinator!r}, not like 10.0.0.8:7001"
-      )
+    for name, address in (
+      ("coordinator", self.coordinator),
+      *(("server_coordinators", address) for address in given),
+    ):
+      if address and not _is_host_and_port(address):
+        raise ValueError(
+          f"cluster.{name} has {address!r}, not like 10.0.0.8:7001"
+        )
+
+
+def _listed(text: str) -> tuple[str, ...]:
+  return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _is_host_and_port(address: str) -> bool:
+  try:
+    url = urllib.parse.urlsplit(f"//{address}")
+    return bool(url.hostname and url.port and url.netloc == address)
+  except ValueError:
+    return False
 
 
 def _is_address(url: str) -> bool:

@@ -153,14 +153,22 @@ def assign_addresses(cluster: ClusterConfig) -> None:
     )
   host = cluster.host if is_loopback(cluster.host) else "127.0.0.1"
   coordinated = cluster.learners > 1 and not cluster.coordinator
+  replicas_of_hosts = 0
+  if cluster.server_hosts > 1 and not cluster.replica_coordinators:
+    replicas_of_hosts = cluster.servers
   count = (0 if cluster.queue else 1) + (0 if urls else cluster.servers)
-  count += coordinated
+  count += coordinated + replicas_of_hosts
   ports = _free_ports(host, count)
   base = f"http://[{host}]" if ":" in host else f"http://{host}"
   if not cluster.queue:
     cluster.queue = f"{base}:{ports.pop()}"
   if coordinated:
     cluster.coordinator = f"{base.removeprefix('http://')}:{ports.pop()}"
+  if replicas_of_hosts:
+    cluster.server_coordinators = ",".join(
+      f"{base.removeprefix('http://')}:{ports.pop()}"
+      for _ in range(replicas_of_hosts)
+    )
   if not urls:
     cluster.replicas = ",".join(f"{base}:{port}" for port in ports)
 

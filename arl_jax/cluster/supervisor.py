@@ -121,7 +121,7 @@ def processes_of(cluster: ClusterConfig) -> list[tuple[str, int]]:
   counts = {
     "queue": 1,
     "learner": cluster.learners,
-    "server": cluster.servers,
+    "server": cluster.servers * cluster.server_hosts,
     "actor": cluster.actors,
     "evaluator": cluster.evaluators,
   }
@@ -136,8 +136,10 @@ class Supervisor:
   """Starts every process of a run, and again whatever ends before the learner.
 
   A process that gives no sign of life, or doesn't get on with its work, is
-  killed first. What each one needs to go on lies in the run's folder, with the
-  queue or with the published weights, so that a start needs no other's help.
+  killed first. The learner's processes are one job, and so are those of a
+  replica: if one ends, the others are ended and all are started again. What
+  each one needs to go on lies in the run's folder, with the queue or with the
+  published weights, so that a start needs no other job's help.
   """
 
   def __init__(
@@ -169,7 +171,7 @@ class Supervisor:
     self._opened, self._should_stop = opened, should_stop
     self._say, self._clock, self._sleep = say, clock, sleep
     self._all = [_Process(role, i) for role, i in processes_of(cluster)]
-    # One job; the run ends as the first of them does.
+    # The run ends as the first of them does.
     self._learners = [p for p in self._all if p.role == "learner"]
     self._learner = self._learners[0]
     # Since when the queue answers without a gap, None while it doesn't.
@@ -245,8 +247,11 @@ class Supervisor:
     """
     handle, process.handle = process.handle, None
     lines = handle.last_lines() if handle is not None else ""
-    if process in self._learners:
-      self._end_job()
+    job = self._job_of(process)
+    # None of the others goes on by itself.
+    self._kill(job)
+    for other in job:
+      other.handle = None
     lived = self._clock() - process.started
     why = process.killed or f"ended with {_named(code)}"
     if code in _KNOWN_ERRORS and process.starts == 1 and not process.killed:
@@ -274,7 +279,7 @@ class Supervisor:
     process.quick = process.quick + 1 if quick else 1
     first, last = _WAITS
     wait = min(last, first * 2 ** (process.quick - 1))
-    for other in self._learners if process in self._learners else (process,):
+    for other in self._job_of(process):
       other.due = now + wait
     self._say(
       _with(
@@ -284,11 +289,16 @@ class Supervisor:
       )
     )
 
-  def _end_job(self) -> None:
-    """Ends the learner's other processes, of which none goes on by itself."""
-    self._kill(self._learners)
-    for process in self._learners:
-      process.handle = None
+  def _job_of(self, process: _Process) -> list[_Process]:
+    """Those that it can't go on without, and itself."""
+    if process.role == "learner":
+      return self._learners
+    if process.role != "server":
+      return [process]
+    hosts = self._cluster.server_hosts
+    replica = process.index // hosts
+    servers = [p for p in self._all if p.role == "server"]
+    return [p for p in servers if p.index // hosts == replica]
 
   def _look(self) -> None:
     """Kills processes that are lost or don't get on."""

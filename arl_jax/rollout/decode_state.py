@@ -102,6 +102,9 @@ def empty(
 def placed(state: DecodeState, mesh: Mesh) -> DecodeState:
   """Where each array of a state lies on a mesh: caches by slots and heads.
 
+  What says where slots are and how they sample is small, and read by every
+  process of the mesh: each device has all of it.
+
   Args:
     state: of arrays or their shapes.
     mesh: what it is split over.
@@ -111,9 +114,11 @@ def placed(state: DecodeState, mesh: Mesh) -> DecodeState:
   """
 
   def place(path: Any, x: Any) -> NamedSharding:
-    axes: tuple[str | None, ...] = ("batch", *(None,) * (x.ndim - 1))
+    axes: tuple[str | None, ...] = (None,) * x.ndim
     if path[0].name in ("cache", "draft_cache"):
       axes = (*(None,) * (x.ndim - 4), "batch", "kv_heads", None, None)
+    elif path[0].name == "hidden":
+      axes = ("batch", None)
     return NamedSharding(mesh, sharding.partition(axes, x.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(place, state)

@@ -12,6 +12,7 @@ from arl_jax.model.config import ModelConfig
 from arl_jax.queueing.messages import MAX_GROUP_SIZE
 from arl_jax.queueing.task_source import parse_mixture
 from arl_jax.rollout.engine_config import EngineConfig
+from arl_jax.sharding import MeshConfig
 from arl_jax.weights.config import WeightsConfig
 
 MODES = ("train", "rollout_only", "train_only", "simulated_learner")
@@ -117,6 +118,9 @@ class Config(ActorConfig):
     evaluation_seed: of held-out rollouts, the same before and after.
     report_episodes: whole trajectories that the report shows, before and
       after each.
+    serve_mesh: of the devices that a server splits parameters and caches over,
+      those of all its hosts; by default there is one. Where the learner or the
+      evaluator samples, it does so with one device.
   """
 
   run_dir: str = "runs/quickstart"
@@ -133,6 +137,7 @@ class Config(ActorConfig):
   report_episodes: int = 3
   model: ModelConfig = _make(ModelConfig, scaled_embedding=True)
   engine: EngineConfig = _make(EngineConfig)
+  serve_mesh: MeshConfig = _make(MeshConfig, fsdp=1)
   learner: LearnerConfig = _make(
     LearnerConfig, step=StepConfig(balance_weight=1e-3)
   )
@@ -157,6 +162,7 @@ class Config(ActorConfig):
     self.script.validate()
     self.weights.validate("weights")
     self.cluster.validate()
+    self._validate_serve_mesh()
     self._validate_tasks()
     if self.rl.baseline not in BASELINES:
       raise ValueError(
@@ -222,6 +228,22 @@ class Config(ActorConfig):
         f" {self.checkpoint} only {self.model.vocab_size}"
       )
     return self.model
+
+  def _validate_serve_mesh(self) -> None:
+    self.serve_mesh.validate("serve_mesh")
+    sizes = dataclasses.asdict(self.serve_mesh)
+    if self.serve_mesh != MeshConfig(fsdp=1) and not self.cluster.actors:
+      raise ValueError(
+        f"serve_mesh is {sizes}, but without cluster.actors a run has no"
+        " servers; its sizes must be 1"
+      )
+    hosts, devices = self.cluster.server_hosts, math.prod(sizes.values())
+    if devices > 0 and devices % hosts:
+      raise ValueError(
+        f"serve_mesh {sizes} has {devices} devices, which {hosts} hosts"
+        " (cluster.server_hosts) can't have in equal parts; with an axis of -1"
+        " it takes all of theirs"
+      )
 
   def _validate_tasks(self) -> None:
     rl = self.rl

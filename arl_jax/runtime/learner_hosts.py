@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import sys
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from arl_jax.actors.jobs import Interrupted
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.queueing import messages
 from arl_jax.queueing.group_queue import Batch
-from arl_jax.serving.config import is_loopback
+from arl_jax.runtime import distributed_job
 from arl_jax.types import Episode, from_json, to_json
 
 T = TypeVar("T")
@@ -31,7 +28,6 @@ _LOOK_SECONDS = 1.0
 # Bytes that are sent at once, at least and at most: each size is compiled.
 _LEAST, _MOST = 1 << 12, 1 << 24
 _ALIVE, _FAILED = "arl/alive", "arl/failed"
-_DEADLINE, _MISSING = "DEADLINE_EXCEEDED", "NOT_FOUND"
 _KINDS: dict[str, type[Exception]] = {
   "interrupted": Interrupted,
   "ValueError": ValueError,
@@ -135,6 +131,14 @@ class LearnerHosts:
         f"cluster.coordinator is empty; {self.count} learner processes need an"
         " address of the first one's host, such as 10.0.0.7:7001"
       )
+    self._member = distributed_job.Member(
+      "learner",
+      index,
+      self.count,
+      "cluster.learners",
+      self._cluster.coordinator,
+    )
+    self._board = distributed_job.Board()
     self._on_wait = on_wait
     # Of what the first process has told so far.
     self._told = 0
@@ -151,59 +155,20 @@ class LearnerHosts:
     Raises:
       ValueError: the accelerators' own order of hosts is another one.
     """
-    if self.count == 1:
-      return self
-    cluster = self._cluster
-    seconds, address = math.ceil(cluster.patience), cluster.coordinator
-    # What ends the process if nobody comes doesn't name what was waited for.
-    print(
-      f"learner {self.index} waits up to {seconds} s for all {self.count}"
-      f" processes of the learner, the first of them at {address}",
-      file=sys.stderr,
-      flush=True,
-    )
-    # It would take SIGTERM away from this program, which asks for a commit.
-    jax.config.update("jax_enable_preemption_service", False)
-    patience = math.ceil(max(cluster.lost_seconds, 10.0))
-    jax.distributed.initialize(
-      address,
-      self.count,
-      self.index,
-      initialization_timeout=seconds,
-      heartbeat_timeout_seconds=patience,
-      shutdown_timeout_seconds=patience,
-      coordinator_bind_address=_bind_address(cluster),
-      cluster_detection_method="deactivate",
-    )
-    if (jax.process_index(), jax.process_count()) != (self.index, self.count):
-      raise ValueError(
-        f"--index is {self.index} of cluster.learners {self.count}, but by its"
-        f" accelerators this host is {jax.process_index()} of"
-        f" {jax.process_count()}; start it as that one"
-      )
+    if self.count > 1:
+      distributed_job.join(self._member, self._cluster)
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
     if self.count == 1:
       return
     if self.first and error is not None:
-      self._client.key_value_set(_FAILED, str(error), allow_overwrite=True)
-    jax.distributed.shutdown()
-
-  @property
-  def _client(self) -> Any:
-    return distributed.global_state.client
+      self._board.put(_FAILED, str(error))
+    distributed_job.leave()
 
   def check(self, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if a process has no device of the learner's mesh."""
-    there = {device.process_index for device in mesh.devices.flat}
-    for index in range(self.count):
-      if index not in there:
-        raise ValueError(
-          f"learner.mesh has no device of learner {index}, of cluster.learners"
-          f" {self.count}: it has {mesh.size} of {len(jax.devices())}; with an"
-          " axis of -1 it takes all"
-        )
+    distributed_job.check_mesh(mesh, self._member, "learner.mesh")
 
   def progress(self) -> None:
     """Notes that the first process gets on, for those who wait for it."""
@@ -212,7 +177,7 @@ class LearnerHosts:
       return
     self._noted = now
     self._notes += 1
-    self._client.key_value_set(_ALIVE, str(self._notes), allow_overwrite=True)
+    self._board.put(_ALIVE, str(self._notes))
 
   def told(self, work: Callable[[], T], form: Form[T] = JSON) -> T:
     """What `work` gives in the first process; all must come here together.
@@ -270,10 +235,10 @@ class LearnerHosts:
     return gathered if self.first else None
 
   def _tell(self, key: str, kind: str, body: bytes) -> None:
-    self._client.key_value_set(key, f"{kind} {len(body)}")
+    self._board.put(key, f"{kind} {len(body)}")
     self._broadcast(body, len(body))
     # All have read it: they took part in the broadcast.
-    self._client.key_value_delete(key)
+    self._board.remove(key)
 
   def _hear(self, key: str, form: Form[T]) -> T:
     kind, _, size = self._await(key).partition(" ")
@@ -291,12 +256,12 @@ class LearnerHosts:
     limit, seen = time.monotonic() + stall, ""
     while True:
       self._on_wait()
-      found = self._look(key, _LOOK_SECONDS)
+      found = self._board.look(key, _LOOK_SECONDS)
       if found is not None:
         return found
-      if (failure := self._look(_FAILED)) is not None:
+      if (failure := self._board.look(_FAILED)) is not None:
         raise RuntimeError(f"the learner's first process failed: {failure}")
-      alive = self._look(_ALIVE) or ""
+      alive = self._board.look(_ALIVE) or ""
       if alive != seen:
         limit, seen = time.monotonic() + stall, alive
       if time.monotonic() > limit:
@@ -304,17 +269,6 @@ class LearnerHosts:
           f"waited {stall:.0f} s (cluster.stall_seconds) for the learner's"
           " first process, which doesn't get on"
         )
-
-  def _look(self, key: str, seconds: float = 0.0) -> str | None:
-    """What a key is set to, None if it isn't within some seconds."""
-    try:
-      if seconds:
-        return self._client.blocking_key_value_get(key, int(1000 * seconds))
-      return self._client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-      if not str(error).startswith((_DEADLINE, _MISSING)):
-        raise
-    return None
 
   def _broadcast(self, body: bytes, size: int) -> bytes:
     """The first process's `size` bytes, by way of the accelerators."""
@@ -335,12 +289,3 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, kind):
       return name
   return "error"
-
-
-def _bind_address(cluster: ClusterConfig) -> str:
-  """Where the first process listens."""
-  url = urllib.parse.urlsplit(f"//{cluster.coordinator}")
-  host = url.hostname or ""
-  if not is_loopback(host):
-    host = cluster.host
-  return f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"

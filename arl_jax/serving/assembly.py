@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.sharding import Mesh
 
 from arl_jax import checkpoints
 from arl_jax.chat.formats import ChatFormat, format_of
@@ -16,11 +17,13 @@ from arl_jax.chat.pretrained import PretrainedTokenizer, load_tokenizer
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.rollout.scheduler_config import SchedulerConfig
+from arl_jax.rollout.slot_engine import SlotEngine
 from arl_jax.serving.http_app import Handler
 from arl_jax.serving.replica import first_version
 from arl_jax.serving.serve_config import ServeConfig
 from arl_jax.serving.server import Server
 from arl_jax.serving.service import Service
+from arl_jax.sharding import MeshConfig
 from arl_jax.weights import Subscriber
 
 Routes = Sequence[tuple[str, str, Handler]]
@@ -42,13 +45,17 @@ def assemble(
   """
   config.validate()
   tokenizer = load_tokenizer(config.tokenizer or config.checkpoint)
-  model, params = checkpoints.load(config.checkpoint, dtype=config.dtype)
+  mesh = engine_mesh(config.serve_mesh)
+  model, params = checkpoints.load(
+    config.checkpoint, dtype=config.dtype, mesh=mesh
+  )
   dtype = jnp.dtype(config.dtype)
   engine = Engine(
     model,
     config.engine,
     max_length=config.max_length,
     dtype=dtype,
+    mesh=mesh,
     tokenizer=tokenizer,
   )
   subscriber = None
@@ -77,6 +84,16 @@ def assemble(
   )
 
 
+def engine_mesh(config: MeshConfig) -> Mesh | None:
+  """What an engine is given; None for one device.
+
+  Raises:
+    ValueError: there are no such devices.
+  """
+  mesh = config.make("serve_mesh")
+  return mesh if mesh.size > 1 else None
+
+
 def _like(params: Any) -> Any:
   """Shapes, dtypes and places of parameters."""
   return jax.tree.map(
@@ -86,7 +103,7 @@ def _like(params: Any) -> Any:
 
 
 def scheduler_maker(
-  engine: Engine,
+  engine: SlotEngine,
   params: Any,
   subscriber: Subscriber | None,
   *,

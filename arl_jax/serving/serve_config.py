@@ -7,6 +7,7 @@ from arl_jax.chat.formats import FORMATS
 from arl_jax.rollout.engine_config import EngineConfig
 from arl_jax.rollout.scheduler_config import SchedulerConfig
 from arl_jax.serving.config import ServingConfig
+from arl_jax.sharding import MeshConfig
 
 DTYPES = ("float32", "bfloat16")
 
@@ -22,6 +23,8 @@ class ServeConfig:
     max_length: tokens a slot can hold, prompt and samples.
     chat_format: one of `chat.formats.FORMATS`.
     first_version_seconds: to wait for the first published version at most.
+    serve_mesh: of the devices that parameters and caches are split over; by
+      default there is one.
     engine: static shapes.
     scheduler: its limits.
     serving: addresses and limits.
@@ -33,6 +36,9 @@ class ServeConfig:
   max_length: int = 2048
   chat_format: str = "auto"
   first_version_seconds: float = 600.0
+  serve_mesh: MeshConfig = dataclasses.field(
+    default_factory=lambda: MeshConfig(fsdp=1)
+  )
   engine: EngineConfig = dataclasses.field(
     default_factory=lambda: EngineConfig(
       max_concurrent_decodes=16, prefill_chunk=128, prefill_rows=4
@@ -58,6 +64,7 @@ class ServeConfig:
       raise ValueError(
         f"first_version_seconds is {self.first_version_seconds}, not > 0"
       )
+    self.serve_mesh.validate("serve_mesh")
     self.engine.validate()
     self.scheduler.validate()
     self.serving.validate()

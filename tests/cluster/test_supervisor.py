@@ -201,6 +201,38 @@ def test_processes_of_a_learner_are_started_again_together():
   assert len(world.said) == 1
 
 
+def test_processes_of_a_replica_are_started_again_together():
+  world = World(server_3=[(5.0, -9)], learner_0=[(30.0, 0)])
+  assert world.run(servers=2, server_hosts=2) == 0
+  assert world.times("server-0") == world.times("server-1") == [0.0]
+  # The replica's first host, which waits for the other one, is killed.
+  killed = [n for what, n, at in world.events if what == "kill" and at < 30]
+  assert killed == ["server-2"]
+  assert world.times("server-2") == world.times("server-3")
+  assert len(world.times("server-3")) == 2
+  assert len(world.said) == 1
+  stopped = [n for what, n, _ in world.events if what == "terminate"]
+  assert stopped == ["actor-0", *(f"server-{i}" for i in range(4)), "queue-0"]
+
+
+def test_a_silent_host_ends_its_replica_alone():
+  world = World(learner_0=[(60.0, 0)])
+
+  def look():
+    quiet = world.now >= 10
+    ages = [0.0, world.now - 10.0 if quiet else 0.0, 0.0, 0.0]
+    return [
+      Sign(role="server", index=i, age=age, idle_seconds=0.0)
+      for i, age in enumerate(ages)
+    ]
+
+  world.look = look
+  assert world.run(servers=2, server_hosts=2, lost_seconds=20.0) == 0
+  assert len(world.times("server-0")) == len(world.times("server-1")) > 1
+  assert len(world.times("server-2")) == len(world.times("server-3")) == 1
+  assert "server-1 gave no sign of life for 2" in world.said[0]
+
+
 def test_a_learners_other_processes_may_end_before_the_first():
   world = World(learner_1=[(8.0, 0)], learner_0=[(10.0, 0)])
   assert world.run(learners=2) == 0
@@ -563,6 +595,38 @@ def test_addresses_are_free_and_of_their_own():
   given = dataclasses.replace(cluster)
   assign_addresses(given)
   assert given == cluster
+
+
+def test_replicas_of_several_hosts_get_a_coordinator_each():
+  cluster = ClusterConfig(actors=1, servers=3, server_hosts=2)
+  assign_addresses(cluster)
+  cluster.validate()
+  coordinators = cluster.replica_coordinators
+  urls = (cluster.queue, *cluster.replica_urls)
+  ports = [u.rpartition(":")[2] for u in (*urls, *coordinators)]
+  assert len({*ports}) == 7
+  assert all(c.startswith("127.0.0.1:") for c in coordinators)
+  given = dataclasses.replace(cluster)
+  assign_addresses(given)
+  assert given == cluster
+  assert processes_of(cluster)[2:8] == [("server", i) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"server_hosts": 0}, r"cluster\.server_hosts is 0, not >= 1"),
+    ({"server_hosts": 2}, r"server_hosts is 2, but without cluster\.actors"),
+    (
+      {"actors": 1, "servers": 2, "server_coordinators": "a:1"},
+      r"server_coordinators has 1 addresses for cluster\.servers 2",
+    ),
+    ({"actors": 1, "server_coordinators": "http://a:1"}, "not like 10.0.0.8"),
+  ],
+)
+def test_replicas_that_cannot_be_are_refused(changes, says):
+  with pytest.raises(ValueError, match=says):
+    ClusterConfig(**changes).validate()
 
 
 def test_addresses_that_do_not_fit_the_servers_are_refused():

@@ -167,6 +167,16 @@ def test_train_becomes_one_role_with_its_configuration(cluster):
     ({"replicas": ""}, ("actor", 0), "has 0 addresses for cluster.servers 1"),
     ({}, ("actor", 1), "--index=1 of --role=actor is none of the 1"),
     ({}, ("evaluator", 0), "--index=0 of --role=evaluator is none of the 0"),
+    (
+      {"server_hosts": 2},
+      ("server", 1),
+      "cluster.server_coordinators is empty",
+    ),
+    (
+      {"server_hosts": 2, "server_coordinators": "a:1"},
+      ("server", 2),
+      "--index=2 of --role=server is none of the 2",
+    ),
   ],
 )
 def test_a_role_that_the_run_does_not_have_is_refused(
@@ -175,6 +185,13 @@ def test_a_role_that_the_run_does_not_have_is_refused(
   config = Config(cluster=dataclasses.replace(cluster, **settings))
   with pytest.raises(ValueError, match=reason):
     supervise.become(config, *which, [])
+
+
+@pytest.mark.parametrize("field", ["learners", "server_hosts"])
+def test_ray_places_no_jobs_of_several_processes(field, cluster):
+  config = Config(cluster=dataclasses.replace(cluster, **{field: 2}))
+  with pytest.raises(ValueError, match=f"{field} is 2; with Ray it must be 1"):
+    supervise.run_all(config, "ray", [], lambda: True)
 
 
 def test_roles_are_only_for_runs_in_many_processes():

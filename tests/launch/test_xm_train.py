@@ -112,6 +112,28 @@ def test_pods_are_found_by_their_names():
   } <= {*jobs["learner_0"]}
 
 
+def test_replicas_of_several_hosts_are_found_by_their_first_ones():
+  made = config(actors=1, servers=2, server_hosts=3)
+  made.serve_mesh.fsdp = -1
+  (run,) = xm_jobs.sweep([], made, [])
+  (coordinators,) = (
+    a for a in xm_jobs.jobs(run)["actor_0"] if "server_coordinators" in a
+  )
+  assert coordinators.count("127.0.0.1:") == 2
+  made.cluster.host, made.cluster.token_file = "0.0.0.0", "/token"
+  (run,) = xm_jobs.sweep([], made, [])
+  jobs = xm_jobs.jobs(run, domain="7-1-{}.experiments")
+  assert [name for name in jobs if name.startswith("server")] == [
+    f"server_{i}" for i in range(6)
+  ]
+  assert {
+    "--config.cluster.replicas=http://7-1-server-0.experiments:7000,"
+    "http://7-1-server-3.experiments:7000",
+    "--config.cluster.server_coordinators=7-1-server-0.experiments:7001,"
+    "7-1-server-3.experiments:7001",
+  } <= {*jobs["server_4"]}
+
+
 def test_pods_that_nobody_could_reach_are_refused():
   (run,) = xm_jobs.sweep([], config(actors=1), [])
   with pytest.raises(ValueError, match=r"cluster\.host is '127\.0\.0\.1'"):

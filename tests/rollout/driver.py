@@ -39,7 +39,9 @@ def policy(seed=0, config=CONFIG):
   return _fast(functools.partial(init, config))(jax.random.key(seed))
 
 
-def engine_of(config=CONFIG, *, max_length=LENGTH, given=None, **shapes):
+def engine_of(
+  config=CONFIG, *, max_length=LENGTH, given=None, make=Engine, **shapes
+):
   """An engine whose programs are compiled fast."""
   shapes = {
     "max_concurrent_decodes": 4,
@@ -49,7 +51,7 @@ def engine_of(config=CONFIG, *, max_length=LENGTH, given=None, **shapes):
     **shapes,
   }
   with mock.patch.object(jax, "jit", _fast):
-    return Engine(
+    return make(
       config, EngineConfig(**shapes), max_length=max_length, **(given or {})
     )
 

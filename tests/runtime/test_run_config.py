@@ -68,6 +68,9 @@ def test_the_default_resolves_to_itself():
     ("model.mtp_heads", 2),
     ("engine.max_concurrent_decodes", 0),
     ("engine.decode_steps", 0),
+    ("serve_mesh.tensor", 0),
+    # Without actors there are no servers.
+    ("serve_mesh.tensor", 2),
     ("learner.row_length", 100),
     ("learner.microbatch_tokens", 0),
     ("warm_start.episodes", 0),
@@ -92,9 +95,20 @@ def test_the_default_resolves_to_itself():
 def test_an_impossible_value_is_named(path, value):
   config = Config()
   set_field(config, path, value)
-  with pytest.raises(ValueError, match=path.split(".")[-1]) as error:
+  name = path.split(".")[0 if path.startswith("serve_mesh") else -1]
+  with pytest.raises(ValueError, match=name) as error:
     config.resolve()
   assert "\n" not in str(error.value)
+
+
+def test_hosts_of_a_replica_have_parts_of_one_size():
+  config = Config()
+  config.cluster.actors, config.cluster.server_hosts = 1, 2
+  config.serve_mesh.tensor = 3
+  with pytest.raises(ValueError, match=r"serve_mesh .*'tensor': 3.* 2 hosts"):
+    config.resolve()
+  config.serve_mesh.fsdp = -1
+  config.resolve()
 
 
 def test_a_replay_has_no_actors():

@@ -1,0 +1,155 @@
+"""Several processes, each with a host's devices, as a `jax.distributed` job."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import urllib.parse
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.observability import provenance
+from arl_jax.serving.config import is_loopback
+
+_DEADLINE, _MISSING = "DEADLINE_EXCEEDED", "NOT_FOUND"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+  """One process of a job, and how messages call it.
+
+  Attributes:
+    name: of the job, as "learner".
+    index: of the process in the job.
+    count: of the job's processes.
+    field: that says how many there are.
+    coordinator: where the first one has the others find it.
+  """
+
+  name: str
+  index: int
+  count: int
+  field: str
+  coordinator: str
+
+  @property
+  def host(self) -> str:
+    """That the first process is found at."""
+    return urllib.parse.urlsplit(f"//{self.coordinator}").hostname or ""
+
+
+def join(member: Member, cluster: ClusterConfig) -> None:
+  """Joins the others; ends the process if they don't come in time.
+
+  If one of them dies later, `jax.distributed` ends the others within
+  `cluster.lost_seconds`, at least 10.
+
+  Raises:
+    ValueError: the accelerators' own order of hosts is another one.
+  """
+  name, index, count = member.name, member.index, member.count
+  seconds = math.ceil(cluster.patience)
+  # What ends the process if nobody comes doesn't name what was waited for.
+  print(
+    f"{name} {index} waits up to {seconds} s for all {count} processes of the"
+    f" {name}, the first of them at {member.coordinator}",
+    file=sys.stderr,
+    flush=True,
+  )
+  # It would take SIGTERM away from this program, which ends in order.
+  jax.config.update("jax_enable_preemption_service", False)
+  patience = math.ceil(max(cluster.lost_seconds, 10.0))
+  jax.distributed.initialize(
+    member.coordinator,
+    count,
+    index,
+    initialization_timeout=seconds,
+    heartbeat_timeout_seconds=patience,
+    shutdown_timeout_seconds=patience,
+    coordinator_bind_address=_bind_address(member, cluster),
+    cluster_detection_method="deactivate",
+  )
+  if (jax.process_index(), jax.process_count()) != (index, count):
+    raise ValueError(
+      f"this is process {index} of the {count} of the {name} ({member.field}),"
+      f" but by its accelerators this host is {jax.process_index()} of"
+      f" {jax.process_count()}; start it as that one"
+    )
+
+
+def leave() -> None:
+  """Leaves the job, together with the others."""
+  jax.distributed.shutdown()
+
+
+def bind_host(member: Member, cluster: ClusterConfig) -> str:
+  """Where the first process listens."""
+  return member.host if is_loopback(member.host) else cluster.host
+
+
+def _bind_address(member: Member, cluster: ClusterConfig) -> str:
+  host = bind_host(member, cluster)
+  port = urllib.parse.urlsplit(f"//{member.coordinator}").port
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_mesh(mesh: jax.sharding.Mesh, member: Member, field: str) -> None:
+  """Raises ValueError if a process has no device of the mesh.
+
+  Args:
+    mesh: of the job.
+    member: of the job.
+    field: that the mesh is made from.
+  """
+  there = {device.process_index for device in mesh.devices.flat}
+  for index in range(member.count):
+    if index not in there:
+      raise ValueError(
+        f"{field} has no device of {member.name} {index}, of {member.field}"
+        f" {member.count}: it has {mesh.size} of {len(jax.devices())}; with an"
+        " axis of -1 it takes all"
+      )
+
+
+def refuse_other(there: Any, here: Any, name: str) -> None:
+  """Raises ValueError if a process isn't started as the first one is.
+
+  Args:
+    there: what that one was made from, nested; JSON values.
+    here: the same of this one.
+    name: of this one.
+  """
+  if fields := provenance.differences(there, here):
+    raise ValueError(
+      f"{name} isn't started as the first one is:"
+      f" {provenance.describe(there, here, fields)}"
+    )
+
+
+class Board:
+  """Where processes of a job leave short texts for each other, by name."""
+
+  @property
+  def _client(self) -> Any:
+    return distributed.global_state.client
+
+  def put(self, name: str, text: str) -> None:
+    self._client.key_value_set(name, text, allow_overwrite=True)
+
+  def remove(self, name: str) -> None:
+    self._client.key_value_delete(name)
+
+  def look(self, name: str, seconds: float = 0.0) -> str | None:
+    """What a text is, None if there is none within some seconds."""
+    try:
+      if seconds:
+        return self._client.blocking_key_value_get(name, int(1000 * seconds))
+      return self._client.key_value_try_get(name)
+    except jax.errors.JaxRuntimeError as error:
+      if not str(error).startswith((_DEADLINE, _MISSING)):
+        raise
+    return None

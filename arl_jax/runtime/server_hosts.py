@@ -1,0 +1,187 @@
+"""The processes of a replica that spans several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from arl_jax.cluster.config import ClusterConfig
+from arl_jax.runtime import distributed_job
+from arl_jax.serving import host_link
+from arl_jax.serving.config import read_token
+from arl_jax.serving.followers import Followers
+from arl_jax.serving.listening import listen
+
+_FIRST, _MADE = "arl/first", "arl/made"
+_LOOK_SECONDS = 1.0
+# Of a process whose replica has lost another one; none that says that its user
+# must mend something.
+_LOST = 3
+
+
+class ServerHosts:
+  """All processes of one replica: a `jax.distributed` job.
+
+  The first one has the scheduler and the addresses. It announces each call of
+  the engine to the others over connections of its own, not by a collective
+  operation: that would be one more program on all devices before each call,
+  with messages of one size, and whoever waits for it can neither wait for long
+  nor see that the other end is gone.
+
+  A context manager; with one process nothing is joined.
+
+  Attributes:
+    replica: index of the replica.
+    index: of this process in it.
+    count: of its processes.
+  """
+
+  def __init__(
+    self,
+    cluster: ClusterConfig,
+    process: int,
+    *,
+    on_wait: Callable[[], None] = lambda: None,
+  ):
+    """Connects to nothing yet.
+
+    Args:
+      cluster: with the addresses of all coordinators.
+      process: `--index` of this process.
+      on_wait: called at least every few seconds while others are waited for.
+
+    Raises:
+      ValueError: there is no such process, or no coordinator.
+      OSError: the token can't be read.
+    """
+    self.count = cluster.server_hosts
+    self.replica, self.index = divmod(process, self.count)
+    if self.replica >= cluster.servers:
+      raise ValueError(
+        f"--index is {process}, but cluster.servers is {cluster.servers} and"
+        f" cluster.server_hosts {self.count}: the servers' processes are 0 to"
+        f" {cluster.servers * self.count - 1}"
+      )
+    coordinators = cluster.replica_coordinators
+    if self.count > 1 and not coordinators:
+      raise ValueError(
+        f"cluster.server_coordinators is empty; replicas of {self.count}"
+        " processes need an address of each one's first host, such as"
+        " 10.0.0.8:7001"
+      )
+    self._cluster, self._on_wait = cluster, on_wait
+    self._member = distributed_job.Member(
+      f"replica {self.replica}, host",
+      self.index,
+      self.count,
+      "cluster.server_hosts",
+      coordinators[self.replica] if self.count > 1 else "",
+    )
+    self._board = distributed_job.Board()
+    self._token = read_token(cluster.token_file)
+
+  @property
+  def first(self) -> bool:
+    """Whether this is the replica's first process."""
+    return self.index == 0
+
+  def __enter__(self) -> ServerHosts:
+    """Joins the others; ends the process if they don't come in time.
+
+    Raises:
+      ValueError: the accelerators' own order of hosts is another one.
+    """
+    if self.count > 1:
+      distributed_job.join(self._member, self._cluster)
+    return self
+
+  def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    # After an error the others may be anywhere; they end without this one.
+    if self.count > 1 and error is None:
+      distributed_job.leave()
+
+  def check(self, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError if a process has no device of the replica's mesh."""
+    distributed_job.check_mesh(mesh, self._member, "serve_mesh")
+
+  def agree(self, made: Any) -> None:
+    """Raises ValueError if the first process was made from something else.
+
+    Args:
+      made: configuration and data, nested; JSON values.
+    """
+    if self.first:
+      self._board.put(_MADE, json.dumps(made))
+    else:
+      there = json.loads(self._await(_MADE))
+      name = f"host {self.index} of replica {self.replica}"
+      distributed_job.refuse_other(there, made, name)
+
+  def followers(self) -> Followers:
+    """The other processes, in the first one.
+
+    Raises:
+      TimeoutError: they didn't connect.
+      OSError: no port can be had.
+    """
+    secret = secrets.token_hex()
+    host = distributed_job.bind_host(self._member, self._cluster)
+    with contextlib.closing(
+      listen(host, 0, "cluster.server_coordinators: a free port")
+    ) as listener:
+      port = listener.getsockname()[1]
+      self._board.put(_FIRST, json.dumps({"port": port, "secret": secret}))
+      links = host_link.accept(
+        listener,
+        self.count,
+        self._key(secret),
+        seconds=self._cluster.patience,
+        on_wait=self._on_wait,
+      )
+    return Followers(links, end_process)
+
+  def link(self) -> socket.socket:
+    """The connection to the first process, in the others.
+
+    Raises:
+      OSError: it can't be reached, or isn't the one.
+    """
+    said = json.loads(self._await(_FIRST))
+    return host_link.connect(
+      (self._member.host, said["port"]),
+      self.index,
+      self._key(said["secret"]),
+      seconds=self._cluster.patience,
+    )
+
+  def _key(self, secret: str) -> bytes:
+    # Whoever can ask the coordinator knows the secret; not so the token.
+    return f"{secret} {self._token}".encode()
+
+  def _await(self, name: str) -> str:
+    limit = time.monotonic() + self._cluster.patience
+    while True:
+      self._on_wait()
+      found = self._board.look(name, _LOOK_SECONDS)
+      if found is not None:
+        return found
+      if time.monotonic() > limit:
+        raise TimeoutError(
+          f"waited {self._cluster.patience:.0f} s (cluster.patience) for the"
+          f" first host of replica {self.replica}, which said nothing"
+        )
+
+
+def end_process(why: str) -> NoReturn:
+  """Ends a process whose threads may wait for a host that is gone."""
+  print(f"error: {why}", file=sys.stderr, flush=True)
+  os._exit(_LOST)
