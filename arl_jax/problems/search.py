@@ -14,9 +14,12 @@ from arl_jax.chat.pretrained import load_tokenizer
 from arl_jax.chat.renderer import AgentRenderer, Renderer, usage_symbols
 from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.data.synthesis import synthesise
+from arl_jax.data.task_file import read_tasks
 from arl_jax.envs.search import corpus as corpus_lib
 from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.index import Index, SearchIndex
+from arl_jax.envs.search.reranker import EmbeddingReranker
+from arl_jax.envs.search.stored_index import StoredIndex
 from arl_jax.envs.search.tools import SYSTEM, TOOLS
 from arl_jax.rewards.search import SearchReward
 from arl_jax.types import RewardFn, Task
@@ -30,36 +33,53 @@ class SearchProblem:
     self._config = config
     search = config.search
     self._handles = [f"<c{i}>" for i in range(search.handles)]
-    documents = (
-      corpus_lib.folder_documents(config.corpus.path)
-      if config.corpus.path
-      else corpus_lib.python_documents()
-    )
+    stored = StoredIndex(config.corpus.index) if config.corpus.index else None
+    documents: Sequence[corpus_lib.Document]
+    if stored is not None:
+      documents = stored.corpus.documents
+    elif config.corpus.path:
+      documents = corpus_lib.folder_documents(config.corpus.path)
+    else:
+      documents = corpus_lib.python_documents()
     self.renderer = _renderer(config, documents, self._handles)
     tokenizer = self.renderer.tokenizer
     # Snippets and chunks are measured again and again.
     self._count = functools.lru_cache(1 << 18)(
       lambda text: tokenizer.count(" " + text)
     )
-    self.corpus = corpus_lib.build_corpus(
-      documents,
-      count_tokens=self._count,
-      max_tokens=config.corpus.chunk_tokens,
+    self._index: Index = stored or SearchIndex(
+      corpus_lib.build_corpus(
+        documents,
+        count_tokens=self._count,
+        max_tokens=config.corpus.chunk_tokens,
+      )
     )
-    self._index = SearchIndex(self.corpus)
-    tasks = synthesise(
+    self.corpus = self._index.corpus
+    self._reranker = EmbeddingReranker(self._index) if search.rerank else None
+    self.train, self.heldout = self._tasks()
+    self.reward: RewardFn = SearchReward(beta=search.beta)
+
+  def _tasks(self) -> tuple[Sequence[Task], Sequence[Task]]:
+    """For training, and held out: from a file, or made from words."""
+    config = self._config.tasks
+    if config.path:
+      found = read_tasks(config.path)
+      found.check(self.corpus)
+      for name in ("train", "heldout"):
+        if not getattr(found, name):
+          raise ValueError(f"tasks.path {config.path} has no {name} task")
+      return found.train[: config.train], found.heldout[: config.heldout]
+    made = synthesise(
       self.corpus,
       self._index,
       count_tokens=self._count,
-      seed=config.seed,
-      train=config.tasks.train,
-      heldout=config.tasks.heldout,
-      clue_words=config.tasks.clue_words,
-      hops=config.tasks.hops,
+      seed=self._config.seed,
+      train=config.train,
+      heldout=config.heldout,
+      clue_words=config.clue_words,
+      hops=config.hops,
     )
-    self.train, self.heldout = tasks.train, tasks.heldout
-    self.rejected = tasks.rejected
-    self.reward: RewardFn = SearchReward(beta=search.beta)
+    return made.train, made.heldout
 
   def environment(self, task: Task, seed: int) -> SearchEnvironment:
     search = self._config.search
@@ -67,6 +87,7 @@ class SearchProblem:
       index=self._index,
       handles=self._handles,
       count_tokens=self._count,
+      reranker=self._reranker,
       results_per_search=search.results,
       snippet_tokens=search.snippet_tokens,
       grep_limit=search.grep_limit,

@@ -40,7 +40,7 @@ class Reranker(Protocol):
 class EmbeddingReranker:
   """By inner product of the embeddings of query and chunk."""
 
-  def __init__(self, index: index_lib.SearchIndex):
+  def __init__(self, index: index_lib.Index):
     self._index = index
 
   async def order(self, query: str, chunk_ids: Sequence[str]) -> list[str]:
@@ -79,7 +79,7 @@ class ModelReranker:
 
   def __init__(
     self,
-    index: index_lib.SearchIndex,
+    index: index_lib.Index,
     judge: Judge,
     *,
     transport: httpx.AsyncBaseTransport | None = None,
