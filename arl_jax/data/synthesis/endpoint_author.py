@@ -135,7 +135,7 @@ class EndpointAuthor:
     """See `TaskAuthor`."""
     if not candidates:
       return ()
-    passages = _labelled(candidates[: 2 * MAX_DISTRACTORS])
+    passages = _labelled(candidates)
     prompt = _DISTRACT.format(
       most=MAX_DISTRACTORS,
       clues=_lines(draft.clues),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection
 
 from arl_jax.data.synthesis.draft import Draft, Refused
@@ -19,6 +20,8 @@ DEPTH = 50
 # Chunks with the same words as an item's quotes; with more of them a clue names
 # nothing in particular.
 MAX_FACT_CHUNKS = 3
+# What an author chooses distractors from.
+MAX_CANDIDATES = 20
 _EASY, _HARD = 5, 20
 
 
@@ -33,7 +36,7 @@ class Evidence:
     told_ranks: likewise with the bridges named, as for a searcher who knows
       them.
     similar: ids that a search for some clue finds, best first.
-    candidates: those of them that support nothing.
+    candidates: the first 20 of them that support nothing.
   """
 
   facts: tuple[tuple[str, ...], ...]
@@ -88,17 +91,18 @@ class EvidenceSearch:
         raise Refused("clue_finds_nothing", clue.text)
     evidence = {chunk_id for fact in facts for chunk_id in fact}
     corpus = self._index.corpus
+    candidates = (
+      chunk_id
+      for chunk_id in similar
+      if chunk_id not in evidence
+      and not supports(draft, corpus.chunk(chunk_id).text)
+    )
     return Evidence(
       facts=facts,
       ranks=tuple(ranks),
       told_ranks=tuple(told),
       similar=similar,
-      candidates=tuple(
-        chunk_id
-        for chunk_id in similar
-        if chunk_id not in evidence
-        and not supports(draft, corpus.chunk(chunk_id).text)
-      ),
+      candidates=tuple(itertools.islice(candidates, MAX_CANDIDATES)),
     )
 
   def _facts(

@@ -65,7 +65,7 @@ def squeeze(text: str) -> str:
   return _words(text).joined
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=16384)
 def _words(text: str) -> _Words:
   folded = quotes.fold(_THOUSANDS.sub("", text))
   words = _WORD.findall(folded)

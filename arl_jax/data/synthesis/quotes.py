@@ -90,7 +90,8 @@ def without_links(text: str) -> str:
   return _ADDRESS.sub(" ", _LINK.sub(r"\1", text))
 
 
-@functools.lru_cache(maxsize=4096)
+# Chunks are looked through for quotes again and again.
+@functools.lru_cache(maxsize=16384)
 def normalise(text: str) -> str:
   """What quotes are compared by: words between single spaces.
 
