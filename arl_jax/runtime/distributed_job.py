@@ -23,18 +23,24 @@ class Member:
   """One process of a job, and how messages call it.
 
   Attributes:
-    name: of the job, as "learner".
+    job: as "the learner".
+    naming: of its processes, as "learner {}".
     index: of the process in the job.
     count: of the job's processes.
     field: that says how many there are.
     coordinator: where the first one has the others find it.
   """
 
-  name: str
+  job: str
+  naming: str
   index: int
   count: int
   field: str
   coordinator: str
+
+  def name(self, index: int) -> str:
+    """Of any process of the job."""
+    return self.naming.format(index)
 
   @property
   def host(self) -> str:
@@ -51,12 +57,12 @@ def join(member: Member, cluster: ClusterConfig) -> None:
   Raises:
     ValueError: the accelerators' own order of hosts is another one.
   """
-  name, index, count = member.name, member.index, member.count
+  index, count = member.index, member.count
   seconds = math.ceil(cluster.patience)
   # What ends the process if nobody comes doesn't name what was waited for.
   print(
-    f"{name} {index} waits up to {seconds} s for all {count} processes of the"
-    f" {name}, the first of them at {member.coordinator}",
+    f"{member.name(index)} waits up to {seconds} s for all {count} processes of"
+    f" {member.job}, the first of them at {member.coordinator}",
     file=sys.stderr,
     flush=True,
   )
@@ -75,8 +81,8 @@ def join(member: Member, cluster: ClusterConfig) -> None:
   )
   if (jax.process_index(), jax.process_count()) != (index, count):
     raise ValueError(
-      f"this is process {index} of the {count} of the {name} ({member.field}),"
-      f" but by its accelerators this host is {jax.process_index()} of"
+      f"this is {member.name(index)}, of {member.field} {count}, but by its"
+      f" accelerators this host is {jax.process_index()} of"
       f" {jax.process_count()}; start it as that one"
     )
 
@@ -109,7 +115,7 @@ def check_mesh(mesh: jax.sharding.Mesh, member: Member, field: str) -> None:
   for index in range(member.count):
     if index not in there:
       raise ValueError(
-        f"{field} has no device of {member.name} {index}, of {member.field}"
+        f"{field} has no device of {member.name(index)}, of {member.field}"
         f" {member.count}: it has {mesh.size} of {len(jax.devices())}; with an"
         " axis of -1 it takes all"
       )

@@ -132,7 +132,8 @@ class LearnerHosts:
         " address of the first one's host, such as 10.0.0.7:7001"
       )
     self._member = distributed_job.Member(
-      "learner",
+      "the learner",
+      "learner {}",
       index,
       self.count,
       "cluster.learners",

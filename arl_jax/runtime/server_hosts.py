@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -23,9 +24,9 @@ from arl_jax.serving.listening import listen
 
 _FIRST, _MADE = "arl/first", "arl/made"
 _LOOK_SECONDS = 1.0
-# Of a process whose replica has lost another one; none that says that its user
-# must mend something.
-_LOST = 3
+# Exit codes: of an error here, and of a process whose replica has lost another
+# one, which says nothing of what its user must mend.
+_KNOWN_ERROR, _LOST = 1, 3
 
 
 class ServerHosts:
@@ -80,7 +81,8 @@ class ServerHosts:
       )
     self._cluster, self._on_wait = cluster, on_wait
     self._member = distributed_job.Member(
-      f"replica {self.replica}, host",
+      f"replica {self.replica}",
+      f"host {{}} of replica {self.replica}",
       self.index,
       self.count,
       "cluster.server_hosts",
@@ -105,9 +107,15 @@ class ServerHosts:
     return self
 
   def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-    # After an error the others may be anywhere; they end without this one.
-    if self.count > 1 and error is None:
+    if self.count == 1:
+      return
+    if error is None:
       distributed_job.leave()
+      return
+    # The others may be anywhere: an end in order would wait for them in vain.
+    if not isinstance(error, ValueError | OSError):
+      traceback.print_exception(error)
+    end_process(str(error), _KNOWN_ERROR)
 
   def check(self, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if a process has no device of the replica's mesh."""
@@ -123,7 +131,7 @@ class ServerHosts:
       self._board.put(_MADE, json.dumps(made))
     else:
       there = json.loads(self._await(_MADE))
-      name = f"host {self.index} of replica {self.replica}"
+      name = self._member.name(self.index)
       distributed_job.refuse_other(there, made, name)
 
   def followers(self) -> Followers:
@@ -181,7 +189,7 @@ class ServerHosts:
         )
 
 
-def end_process(why: str) -> NoReturn:
+def end_process(why: str, code: int = _LOST) -> NoReturn:
   """Ends a process whose threads may wait for a host that is gone."""
   print(f"error: {why}", file=sys.stderr, flush=True)
-  os._exit(_LOST)
+  os._exit(code)
