@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arl_jax.data.json_lines import JsonLines
-from arl_jax.envs.search.corpus import Corpus
+from arl_jax.envs.search.index import IndexCorpus
 from arl_jax.observability.run_directory import write_atomically
 from arl_jax.types import Task, from_json, to_json
 
@@ -36,7 +36,7 @@ class TaskFile:
   heldout: tuple[Task, ...]
   digest: str
 
-  def check(self, corpus: Corpus) -> None:
+  def check(self, corpus: IndexCorpus) -> None:
     """Raises ValueError if a task is about chunks that a corpus lacks."""
     for task in (*self.train, *self.heldout):
       for name in ("relevant", "answer_chunks", "distractors"):

@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from arl_jax import types
-from arl_jax.envs.search import corpus as corpus_lib
 from arl_jax.envs.search import index as index_lib
 
 GENERATOR = "clues/1"
@@ -71,8 +70,8 @@ class _Rejected(Exception):
 
 
 def synthesise(
-  corpus: corpus_lib.Corpus,
-  index: index_lib.SearchIndex,
+  corpus: index_lib.IndexCorpus,
+  index: index_lib.Index,
   *,
   count_tokens: Callable[[str], int],
   seed: int,
@@ -133,7 +132,7 @@ def synthesise(
 
 
 def _split_documents(
-  corpus: corpus_lib.Corpus, seed: int, heldout_share: float
+  corpus: index_lib.IndexCorpus, seed: int, heldout_share: float
 ) -> dict[str, frozenset[str]]:
   names = sorted(d.doc_id for d in corpus.documents)
   random.Random(f"documents {seed}").shuffle(names)
@@ -247,8 +246,8 @@ class _ClueSource:
 
   def __init__(
     self,
-    corpus: corpus_lib.Corpus,
-    index: index_lib.SearchIndex,
+    corpus: index_lib.IndexCorpus,
+    index: index_lib.Index,
     count_tokens: Callable[[str], int],
     clue_words: int,
   ):

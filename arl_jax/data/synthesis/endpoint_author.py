@@ -30,7 +30,7 @@ from arl_jax.data.synthesis.verify import (
   MAX_TRUTH_CHARS,
 )
 from arl_jax.envs.search.environment import neutralised
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.index import Index
 
 GENERATOR = "endpoint/1"
 
@@ -94,7 +94,7 @@ class EndpointAuthor:
   def __init__(
     self,
     endpoint: ChatEndpoint,
-    index: SearchIndex,
+    index: Index,
     domain: Domain,
     *,
     name: str = "",

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from arl_jax.data.synthesis.domains import Domain
 from arl_jax.data.synthesis.forms import squeeze
 from arl_jax.data.synthesis.quotes import without_links
-from arl_jax.envs.search.corpus import Corpus
+from arl_jax.envs.search.index import IndexCorpus
 
 # An entry of a list is a sentence, too.
 _ENTRY = r"(?:[-*+•]|\d{1,3}[.)])[ \t]"
@@ -139,7 +139,7 @@ class EntityGraph:
 
   def __init__(
     self,
-    corpus: Corpus,
+    corpus: IndexCorpus,
     domain: Domain,
     documents: Collection[str],
     *,

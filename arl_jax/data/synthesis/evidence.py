@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from arl_jax.data.synthesis.draft import Draft, Refused
 from arl_jax.data.synthesis.verify import holds_quotes, supports
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.index import Index
 
 # Hits that a clue's search is asked for.
 DEPTH = 50
@@ -57,7 +57,7 @@ class Evidence:
 class EvidenceSearch:
   """Searches an index for the clues of drafts."""
 
-  def __init__(self, index: SearchIndex):
+  def __init__(self, index: Index):
     self._index = index
     # A draft's clues are searched for again after each of its extensions.
     self._hits = functools.lru_cache(maxsize=256)(self._search)

@@ -24,8 +24,8 @@ from arl_jax.data.synthesis.draft import (
 from arl_jax.data.synthesis.entities import EntityGraph, Mention, Sentence
 from arl_jax.data.synthesis.forms import holds, squeeze
 from arl_jax.data.synthesis.verify import MAX_DISTRACTORS
-from arl_jax.envs.search.corpus import Corpus
 from arl_jax.envs.search.environment import neutralised
+from arl_jax.envs.search.index import IndexCorpus
 
 GENERATOR = "mined/1"
 
@@ -51,7 +51,7 @@ class MinedAuthor:
   generator = GENERATOR
 
   def __init__(
-    self, corpus: Corpus, domain: Domain, *, most_documents: int = 12
+    self, corpus: IndexCorpus, domain: Domain, *, most_documents: int = 12
   ):
     self._corpus, self._domain = corpus, domain
     self._most = most_documents

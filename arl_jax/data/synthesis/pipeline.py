@@ -35,8 +35,7 @@ from arl_jax.data.synthesis.verify import (
   check_distractors,
   check_draft,
 )
-from arl_jax.envs.search.corpus import Corpus
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.index import Index, IndexCorpus
 
 SPLITS = ("train", "heldout")
 # Attempts in a row that the author's own failures may cost.
@@ -150,14 +149,14 @@ class Pipeline:
 
   def __init__(
     self,
-    index: SearchIndex,
+    index: Index,
     author: TaskAuthor,
     domain: Domain,
     config: SynthesisConfig,
     *,
     journal: Journal | None = None,
   ):
-    self._corpus: Corpus = index.corpus
+    self._corpus: IndexCorpus = index.corpus
     self._author, self._domain, self._config = author, domain, config
     self._search = EvidenceSearch(index)
     self._journal = journal
@@ -360,7 +359,7 @@ def _quote_json(verdict: Verdict) -> Mapping[str, Any]:
 
 
 def split_documents(
-  corpus: Corpus, *, seed: int, heldout_share: float
+  corpus: IndexCorpus, *, seed: int, heldout_share: float
 ) -> dict[str, frozenset[str]]:
   """Ids of the documents of each split, drawn by the seed."""
   names = sorted(d.doc_id for d in corpus.documents)

@@ -10,7 +10,7 @@ from arl_jax.data.synthesis.draft import FIRST_CLUES, Draft, Refused
 from arl_jax.data.synthesis.duplicates import shingles
 from arl_jax.data.synthesis.forms import holds, squeeze
 from arl_jax.data.synthesis.quotes import QuoteRules, Verdict
-from arl_jax.envs.search.corpus import Corpus
+from arl_jax.envs.search.index import IndexCorpus
 
 # Of anything longer or more numerous nothing is read.
 MAX_TEXT_CHARS = 2000
@@ -27,7 +27,7 @@ _SAME_CLUE = 0.4
 
 def check_draft(
   draft: Draft,
-  corpus: Corpus,
+  corpus: IndexCorpus,
   *,
   documents: Collection[str],
   rules: QuoteRules | None = None,
@@ -110,7 +110,7 @@ def _check_sizes(draft: Draft) -> None:
 
 
 def _texts(
-  draft: Draft, corpus: Corpus, documents: Collection[str]
+  draft: Draft, corpus: IndexCorpus, documents: Collection[str]
 ) -> dict[str, str]:
   """Texts of the items by id."""
   texts: dict[str, str] = {}
@@ -150,7 +150,7 @@ def holds_quotes(text: str, texts: Iterable[str]) -> bool:
 def check_distractors(
   draft: Draft,
   distractors: Iterable[str],
-  corpus: Corpus,
+  corpus: IndexCorpus,
   *,
   similar: Collection[str],
   evidence: Collection[str],
