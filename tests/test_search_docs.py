@@ -10,7 +10,10 @@ _TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "search.md").read_text()
 
 
 def test_flags_are_those_of_the_program():
-  shown = set(re.findall(r"`--(\w+)", _TEXT))
+  (section,) = re.findall(
+    r"## Preparing an index\n(.*?)\n## ", _TEXT, re.DOTALL
+  )
+  shown = set(re.findall(r"`--(\w+)", section))
   assert shown == {
     name
     for name, value in vars(prepare).items()
