@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from arl_jax import sharding
 from arl_jax.model import decoding
@@ -122,6 +124,36 @@ def placed(state: DecodeState, mesh: Mesh) -> DecodeState:
     return NamedSharding(mesh, sharding.partition(axes, x.shape, mesh))
 
   return jax.tree_util.tree_map_with_path(place, state)
+
+
+def kept(mesh: Mesh | None, step: Callable[..., Any]) -> Callable[..., Any]:
+  """The step, on a mesh with what it gives in its place.
+
+  Args:
+    mesh: of the states; without one nothing is changed.
+    step: gives a state, or a tuple with one.
+
+  Returns:
+    A function whose states lie as `placed` says, and whose other arrays every
+    device has all of.
+  """
+  if mesh is None:
+    return step
+  whole = NamedSharding(mesh, PartitionSpec())
+
+  def is_state(x: Any) -> bool:
+    return isinstance(x, DecodeState)
+
+  def place(x: Any) -> Any:
+    return placed(x, mesh) if is_state(x) else whole
+
+  @functools.wraps(step)
+  def in_place(*args: Any) -> Any:
+    found = step(*args)
+    places = jax.tree.map(place, found, is_leaf=is_state)
+    return jax.lax.with_sharding_constraint(found, places)
+
+  return in_place
 
 
 def move(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from arl_jax import sharding
 from arl_jax.model import transformer
@@ -140,46 +140,26 @@ class SlotEngine:
     )
 
   def _compile(self) -> None:
+    kept = functools.partial(decode_state.kept, self.mesh)
     self._empty: dict[int, Callable[[], DecodeState]] = {}
     self._extend = jax.jit(
-      self._kept(functools.partial(steps.extend, self.model)),
+      kept(functools.partial(steps.extend, self.model)),
       static_argnums=0,
       donate_argnums=2,
     )
     self._generate = jax.jit(
-      self._kept(functools.partial(steps.generate, self.model)),
+      kept(functools.partial(steps.generate, self.model)),
       static_argnums=(0, 1, 2, 3),
       donate_argnums=6,
     )
-    self._start = jax.jit(self._kept(steps.start), donate_argnums=0)
-    self._stop = jax.jit(self._kept(steps.stop), donate_argnums=0)
-    self._clear = jax.jit(self._kept(decode_state.clear), donate_argnums=0)
-    self._move = jax.jit(self._kept(decode_state.move), donate_argnums=0)
+    self._start = jax.jit(kept(steps.start), donate_argnums=0)
+    self._stop = jax.jit(kept(steps.stop), donate_argnums=0)
+    self._clear = jax.jit(kept(decode_state.clear), donate_argnums=0)
+    self._move = jax.jit(kept(decode_state.move), donate_argnums=0)
     self._move_within = jax.jit(
-      self._kept(lambda state, *at: decode_state.move(state, state, *at)),
+      kept(lambda state, *at: decode_state.move(state, state, *at)),
       donate_argnums=0,
     )
-
-  def _kept(self, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step; what it gives lies where it lay, or on every device."""
-    mesh = self.mesh
-    if mesh is None:
-      return step
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    @functools.wraps(step)
-    def kept(*args: Any) -> Any:
-      found = step(*args)
-      places = jax.tree.map(
-        lambda x: (
-          decode_state.placed(x, mesh) if isinstance(x, DecodeState) else whole
-        ),
-        found,
-        is_leaf=lambda x: isinstance(x, DecodeState),
-      )
-      return jax.lax.with_sharding_constraint(found, places)
-
-    return kept
 
   def place(self, params: Any) -> Weights:
     """Lays parameters out for decoding; give these to the other methods.
