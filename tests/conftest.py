@@ -25,3 +25,12 @@ def compiled(tmp_path_factory):
     folder = folder.parent
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_collection_modifyitems(items):
+  if os.environ.get("ARL_NIGHTLY"):
+    return
+  skip = pytest.mark.skip(reason="ARL_NIGHTLY=1 runs it")
+  for item in items:
+    if item.get_closest_marker("nightly"):
+      item.add_marker(skip)

@@ -76,7 +76,7 @@ def segments(draw, parent=None):
     )
   )
   return types.Segment(
-    ids=draw(hnp.arrays(np.int32, n)),
+    ids=draw(hnp.arrays(np.int32, n, elements=st.integers(0, 2**31 - 1))),
     roles=draw(hnp.arrays(np.uint8, n, elements=st.integers(0, 3))),
     sampled=sampled,
     behaviour_logp=np.where(sampled, logp, np.float32(0)),

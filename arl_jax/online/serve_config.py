@@ -1,10 +1,8 @@
 """The configuration of a server with agents; every field is a flag."""
 
-from __future__ import annotations
-
 import dataclasses
 
-from arl_jax.online.search_agent import SearchAgentConfig
+from arl_jax.online.search_agent_config import SearchAgentConfig
 from arl_jax.serving.serve_config import ServeConfig
 
 

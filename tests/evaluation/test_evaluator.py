@@ -414,6 +414,7 @@ evaluator.run(config, 0, lambda: pathlib.Path(sys.argv[2]).exists())
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_any_moment_it_scores_each_version_once(
   config, problem, model, tmp_path
 ):

@@ -118,7 +118,9 @@ def kill_at_some_moment(process, run_dir, moment, draw):
   return process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("kind", ["sft", "replay", "loop"])
+@pytest.mark.parametrize(
+  "kind", ["sft", pytest.param("replay", marks=pytest.mark.nightly), "loop"]
+)
 def test_killed_at_random_moments_it_ends_in_the_same_bits(
   kind, folder, request
 ):

@@ -61,6 +61,7 @@ def test_makes_a_file_and_a_report(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_leaves_no_half_file_and_goes_on(folder, tmp_path):
   flags = (f"--corpus={folder}", "--count=60", "--chunk_tokens=60")
   whole, out = tmp_path / "whole.jsonl", tmp_path / "tasks.jsonl"

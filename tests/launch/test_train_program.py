@@ -420,6 +420,7 @@ def measured(run_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_interrupted_and_killed_it_goes_on_as_if_it_had_not(
   tmp_path, whole, corpus
 ):

@@ -15,7 +15,8 @@ from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.envs.search.corpus import Document, build_corpus
 from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
-from arl_jax.online.search_agent import SearchAgent, SearchAgentConfig
+from arl_jax.online.search_agent import SearchAgent
+from arl_jax.online.search_agent_config import SearchAgentConfig
 from arl_jax.online.serve_config import AgentServeConfig
 from arl_jax.serving.http_errors import response
 from arl_jax.types import Sample, ToolCall

@@ -174,6 +174,7 @@ def test_a_mesh_without_devices_of_some_process_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_asked_to_stop_all_its_processes_commit(folder):
   launch = Launch(folder, "stopped", 2)
   assert launch.run(lambda launch: len(launch.lines()) >= 1) == 130

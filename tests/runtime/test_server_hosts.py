@@ -263,6 +263,7 @@ def test_killing_one_host_ends_the_replica(replica):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_when_a_replica_loses_a_host(environment, tmp_path):
   config = make_config(tmp_path)
   config.problem = "tests.runtime.seeded_problem:Problem"

@@ -7,7 +7,8 @@ from arl_jax.data.synthesis import duplicates, evidence, pipeline, verify
 from arl_jax.data.synthesis.domains import DOMAINS
 
 ROOT = pathlib.Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "search.md").read_text().partition("## Tasks")[2]
+TEXT = (ROOT / "docs" / "search.md").read_text()
+TEXT = TEXT.partition("## Tasks")[2].partition("\n## ")[0]
 
 
 def test_names_what_there_is():
