@@ -57,7 +57,11 @@ class SearchProblem:
     self.corpus = self._index.corpus
     self._reranker = EmbeddingReranker(self._index) if search.rerank else None
     self.train, self.heldout = self._tasks()
-    self.reward: RewardFn = SearchReward(beta=search.beta)
+    self.reward: RewardFn = SearchReward(
+      beta=search.beta,
+      answer_in=search.answer_in,
+      malformed=search.malformed,
+    )
 
   def _tasks(self) -> tuple[Sequence[Task], Sequence[Task]]:
     """For training, and held out: from a file, or made from words."""

@@ -55,6 +55,9 @@ class SearchConfig:
     grep_limit: chunks a grep returns at most.
     max_answer: ids in the final answer at most.
     beta: of F_β; recall weighs β² as much as precision.
+    answer_in: where a chunk with the answer must be to earn the bonus, "output"
+      (the final list) or "encountered" (anything shown).
+    malformed: reward of an episode that ends without an answer that parses.
   """
 
   handles: int = 32
@@ -64,3 +67,5 @@ class SearchConfig:
   grep_limit: int = 3
   max_answer: int = 6
   beta: float = 4.0
+  answer_in: str = "output"
+  malformed: float = -0.5
