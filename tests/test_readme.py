@@ -63,3 +63,14 @@ def test_configurations_shown_are_accepted():
     if "gpt_oss" not in config:
       done = _run("launch.train", f"--config={config}", "--dry_run")
       assert done.returncode == 0, done.stderr
+
+
+def test_an_index_is_prepared_as_shown(tmp_path):
+  (command,) = re.findall(
+    r"python -m (launch\.prepare index .*)$", _README, re.M
+  )
+  shown = shlex.split(command)
+  given = [flag for flag in shown if not flag.startswith("--out=")]
+  done = _run(*given, f"--out={tmp_path / 'index'}")
+  assert done.returncode == 0, done.stderr
+  assert "documents in" in done.stdout
