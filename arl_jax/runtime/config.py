@@ -197,7 +197,8 @@ class Config(ActorConfig):
       )
     opening = self.tasks.hops * (self.tasks.clue_words + 1) + 4
     opening += self.agent.message_tokens
-    if self.warm_start.opening_row_length < opening:
+    opens = self.warm_start.opening_steps > 0
+    if opens and self.warm_start.opening_row_length < opening:
       raise ValueError(
         "warm_start.opening_row_length is"
         f" {self.warm_start.opening_row_length}; a question and a message need"
