@@ -51,11 +51,11 @@ class PolicyServer:
       yield self
     finally:
       server.should_exit = server.force_exit = True
-      # As if its process was killed.
-      for connection in list(server.server_state.connections):
-        connection.transport.abort()
+      _abort(server)
       with contextlib.closing(found):
         await task
+      # Those that came before it was noticed would be waited for for ever.
+      _abort(server)
 
   async def _complete(self, request):
     body = json.loads(await request.body())
@@ -91,3 +91,9 @@ class PolicyServer:
   async def _close(self, request):
     self.open.discard(urllib.parse.unquote(request.path_params["name"]))
     return JSONResponse({})
+
+
+def _abort(server):
+  """As if the server's process was killed."""
+  for connection in list(server.server_state.connections):
+    connection.transport.abort()
