@@ -49,6 +49,7 @@ def test_flags_of_the_quickstart_are_accepted():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_own_parts_run(tmp_path):
   (command,) = re.findall(r"python -m (examples\.own_parts) ", _README)
   done = _run(command, f"--run_dir={tmp_path / 'run'}")

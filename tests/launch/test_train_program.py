@@ -320,7 +320,9 @@ def assert_whole(run_dir, *, warm_steps: int, rl_steps: int):
   assert not [p for p in run_dir.rglob("*") if ".tmp" in p.name]
 
 
+# `.ci/run` runs it, too, and looks at what it leaves.
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_smoke_leaves_every_promised_file(tmp_path):
   run_dir = tmp_path / "run"
   flags = (f"--config.run_dir={run_dir}", "--config.smoke")
