@@ -158,12 +158,6 @@ class _Problem:
   def reward(self, task: Task, episode: Any) -> Reward:
     return Reward(total=1.0)
 
-  def demonstrator(self, task: Task, seed: int) -> Any:
-    raise NotImplementedError
-
-  def practice(self, seed: int) -> Any:
-    raise NotImplementedError
-
   def digests(self) -> dict[str, str]:
     return {}
 

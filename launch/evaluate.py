@@ -12,23 +12,16 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
 
-import jax
 from absl import app, flags
 
-from arl_jax import checkpoints
 from arl_jax.actors.config import from_json
-from arl_jax.actors.jobs import Job
-from arl_jax.agents.harness import derive_seed
 from arl_jax.evaluation import fusion, suites
 from arl_jax.evaluation.run_record import RunRecord
-from arl_jax.model import transformer
-from arl_jax.model.config import ModelConfig
 from arl_jax.problems.problem import Problem, make_problem
-from arl_jax.runtime.committed import load_policy
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.local_rollouts import LocalRollouts
+from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
+from arl_jax.runtime.policies import initial_params, load_policy
 from arl_jax.types import Environment, Episode, Task
 from launch import command
 
@@ -90,7 +83,7 @@ def main(argv: list[str]) -> None:
   tasks = list(problem.heldout)[: _TASKS.value]
   policy = config.policy(problem.renderer.tokenizer.vocab_size)
   if _BASE.value:
-    params, record = _initial(config, policy), {"version": 0}
+    params, record = initial_params(config, policy), {"version": 0}
   else:
     params, record = load_policy(path, config, policy, _COMMIT.value)
   if _BUDGET.value:
@@ -98,24 +91,12 @@ def main(argv: list[str]) -> None:
   if _WITHOUT.value:
     problem = _ablated(problem, tasks[0])
   rollouts = LocalRollouts(config, problem, policy)
-  jobs = [
-    Job(task=t, rollout_index=i, seed=derive_seed(config.evaluation_seed, *at))
-    for t in tasks
-    for i in range(_ROLLOUTS.value)
-    # The first as the run's own evaluation has it.
-    for at in [(t.task_id, i) if i else (t.task_id,)]
-  ]
+  jobs = heldout_jobs(config, tasks, _ROLLOUTS.value)
   found = rollouts.run(jobs, params, record["version"], training=False)
   failed = sum(episode is None for episode in found)
   if failed:
     raise ValueError(f"{failed} of {len(jobs)} episodes failed; see the log")
   print(json.dumps(_scored(config, problem, tasks, [e for e in found if e])))
-
-
-def _initial(config: Config, policy: ModelConfig) -> Any:
-  if config.checkpoint:
-    return checkpoints.load(config.checkpoint, dtype="float32")[1]
-  return transformer.init(policy, jax.random.key(config.seed))
 
 
 def _rescale(config: Config, budget: int) -> None:

@@ -1,7 +1,7 @@
 """Makes search tasks from a corpus.
 
   python -m launch.prepare_tasks --out=tasks.jsonl --count=1000 --hops=1,2
-  python -m launch.prepare_tasks --corpus=DIR --domain=filings \
+  python -m launch.prepare_tasks --index=DIR --domain=filings \
     --author=http://10.0.0.7:8000 --model=my-model --out=tasks.jsonl
 
 Tasks go to FILE, and what became of every attempt to FILE.report.json. Until
@@ -33,7 +33,8 @@ from arl_jax.data.synthesis.mined import MinedAuthor
 from arl_jax.data.synthesis.pipeline import Made, Pipeline, SynthesisConfig
 from arl_jax.data.task_file import write_tasks
 from arl_jax.envs.search import corpus as corpus_lib
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.index import Index, SearchIndex
+from arl_jax.envs.search.stored_index import StoredIndex
 from arl_jax.observability.run_directory import write_atomically
 from arl_jax.serving.config import read_token
 from launch import command
@@ -43,6 +44,12 @@ _CORPUS = flags.DEFINE_string(
   "",
   "Folder of .txt, .md and .rst files; by default what this Python says about"
   " its language and library.",
+)
+_INDEX = flags.DEFINE_string(
+  "index",
+  "",
+  "Folder of an index by `launch.prepare index`, in place of --corpus: tasks"
+  " are about its chunks.",
 )
 _OUT = flags.DEFINE_string("out", "", "File to write, like tasks.jsonl.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace the file.")
@@ -149,7 +156,14 @@ def _hops() -> tuple[int, ...]:
     ) from None
 
 
-def _index(kind: Domain) -> SearchIndex:
+def _index(kind: Domain) -> Index:
+  if _INDEX.value:
+    if _CORPUS.value or _CHUNK_TOKENS.value:
+      raise ValueError(
+        f"--index is {_INDEX.value!r}, whose documents and chunks are as they"
+        " are; leave out --corpus and --chunk_tokens"
+      )
+    return StoredIndex(_INDEX.value)
   documents = (
     corpus_lib.folder_documents(_CORPUS.value)
     if _CORPUS.value
@@ -166,7 +180,7 @@ def _index(kind: Domain) -> SearchIndex:
   )
 
 
-def _identity(config: SynthesisConfig, index: SearchIndex) -> dict[str, Any]:
+def _identity(config: SynthesisConfig, index: Index) -> dict[str, Any]:
   """What the tasks follow from, as JSON values."""
   fields = dataclasses.asdict(config)
   # The tasks don't depend on it.
@@ -183,7 +197,7 @@ def _identity(config: SynthesisConfig, index: SearchIndex) -> dict[str, Any]:
 
 
 async def _make(
-  index: SearchIndex,
+  index: Index,
   kind: Domain,
   config: SynthesisConfig,
   journal: FileJournal,
@@ -202,9 +216,7 @@ async def _make(
 
 
 @contextlib.asynccontextmanager
-async def _author(
-  index: SearchIndex, kind: Domain
-) -> AsyncIterator[TaskAuthor]:
+async def _author(index: Index, kind: Domain) -> AsyncIterator[TaskAuthor]:
   if _AUTHOR.value == "mined":
     yield MinedAuthor(index.corpus, kind)
     return

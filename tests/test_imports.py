@@ -32,6 +32,7 @@ WITHOUT_JAX = (
   "chat",
   "rollout.client",
   "serving.client",
+  "serving.json_endpoint",
   "agents",
   "envs",
   "rewards",

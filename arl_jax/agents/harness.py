@@ -150,7 +150,7 @@ class _Run:
 
   async def run(self) -> Episode:
     opening = await self._env.start(self._task)
-    prompt = self._renderer.prompt(opening)
+    prompt = self._renderer.prompt(opening, self._env.tool_names)
     if len(prompt) >= self._config.token_budget:
       raise ValueError(
         f"the prompt of task {self._task.task_id} has {len(prompt)} tokens;"

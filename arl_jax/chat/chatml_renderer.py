@@ -78,11 +78,13 @@ class ChatMLRenderer:
     """One line of an observation."""
     return self.tokenizer.encode(" ".join(text.split()) + "\n")
 
-  def prompt(self, text: str) -> list[int]:
+  def prompt(
+    self, text: str, tools: Collection[str] | None = None
+  ) -> list[int]:
     question = ChatMessage(role="user", content=text)
     return self._format.render(
       [self._system, question],
-      tuple(self._tools.values()),
+      self._offered(self._tools if tools is None else tools),
       add_generation_prompt=False,
     )
 
@@ -131,13 +133,15 @@ class ChatMLRenderer:
 
     Text and thoughts beside calls are the policy's own affair.
     """
-    offered = [tool for name, tool in self._tools.items() if name in tools]
-    reply = self._format.parse([int(i) for i in ids], offered)
+    reply = self._format.parse([int(i) for i in ids], self._offered(tools))
     if not (reply.tool_calls or reply.malformed):
       return Message(final=reply.content.strip())
     calls: list[ToolCall | MalformedCall] = list(reply.malformed)
     calls += [self._call(call) for call in reply.tool_calls]
     return Message(calls=tuple(calls))
+
+  def _offered(self, names: Collection[str]) -> list[Tool]:
+    return [tool for name, tool in self._tools.items() if name in names]
 
   def _call(self, call: ChatCall) -> ToolCall | MalformedCall:
     arguments = json.loads(call.arguments)

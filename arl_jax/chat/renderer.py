@@ -49,8 +49,15 @@ class AgentRenderer(Protocol):
   def block(self, text: str) -> list[int]:
     """A piece of an observation, which may go again as a whole."""
 
-  def prompt(self, text: str) -> list[int]:
-    """All that comes before the policy's first turn."""
+  def prompt(
+    self, text: str, tools: Collection[str] | None = None
+  ) -> list[int]:
+    """All that comes before the policy's first turn.
+
+    Args:
+      text: of the opening message.
+      tools: that are told of, where the format tells of tools; None for all.
+    """
 
   def open_turn(self) -> list[int]:
     """What stands before everything the policy samples."""
@@ -100,7 +107,10 @@ class Renderer:
   def block(self, text: str) -> list[int]:
     return self.text(text)
 
-  def prompt(self, text: str) -> list[int]:
+  def prompt(
+    self, text: str, tools: Collection[str] | None = None
+  ) -> list[int]:
+    del tools  # The format tells of none.
     return [self._user, *self.text(text), self.end]
 
   def open_turn(self) -> list[int]:

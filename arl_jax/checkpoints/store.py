@@ -58,8 +58,8 @@ class CheckpointStore:
 
   A commit appears under its number in one rename, so that a torn one is never
   taken for whole; an old one is deleted only after that. One job at a time may
-  have a store on a folder: a new store deletes what an interrupted one left.
-  All processes of a `jax.distributed` job call each method together.
+  have a store that writes on a folder: a new one deletes what an interrupted
+  one left. All processes of a `jax.distributed` job call each method together.
   """
 
   def __init__(
@@ -70,6 +70,7 @@ class CheckpointStore:
     keep_best: int = 0,
     quota_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
+    writes: bool = True,
   ):
     """Opens a folder, which is created if needed.
 
@@ -80,6 +81,8 @@ class CheckpointStore:
       quota_bytes: most that the folder's files may take, None for no limit.
       identity: JSON values that say what run this is (of configuration and
         data); a commit with other ones is refused. None accepts all.
+      writes: False only restores: the folder is left as it is, so that another
+        job may have its store there meanwhile.
 
     Raises:
       ValueError: an argument that can't be.
@@ -95,7 +98,8 @@ class CheckpointStore:
     self._keep, self._keep_best, self._quota = keep, keep_best, quota_bytes
     self._identity = None if identity is None else _plain("identity", identity)
     self._folder = CommitFolder(pathlib.Path(folder).absolute())
-    from_first(self._open)
+    if writes:
+      from_first(self._open)
     self._background = ThreadPoolExecutor(1, "checkpoint")
     # The commit being written.
     self._writing: tuple[int, Future[None]] | None = None

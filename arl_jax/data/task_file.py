@@ -37,8 +37,18 @@ class TaskFile:
   digest: str
 
   def check(self, corpus: IndexCorpus) -> None:
-    """Raises ValueError if a task is about chunks that a corpus lacks."""
+    """Raises ValueError if a task was made from another corpus.
+
+    Tasks that don't say which are held against its chunks' ids.
+    """
     for task in (*self.train, *self.heldout):
+      # Cut otherwise, a corpus has the same ids for other texts.
+      if task.provenance.get("corpus", corpus.digest) != corpus.digest:
+        raise ValueError(
+          f"task {task.task_id} was made from another corpus, or from this one"
+          " cut otherwise; give `launch.prepare_tasks` the index that is"
+          " searched"
+        )
       for name in ("relevant", "answer_chunks", "distractors"):
         for chunk_id in task.truth.get(name, ()):
           try:

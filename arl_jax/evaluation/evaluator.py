@@ -100,7 +100,7 @@ class Evaluator:
     self._beats, self._should_stop = beats, should_stop
     self._model = config.policy(problem.renderer.tokenizer.vocab_size)
     self._rollouts = LocalRollouts(config, problem, self._model)
-    self._jobs = heldout_jobs(config, problem)
+    self._jobs = heldout_jobs(config, problem.heldout)
     self._subscriber = Subscriber(
       config.weights.folder, policy_shapes(self._model)
     )

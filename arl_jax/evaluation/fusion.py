@@ -45,10 +45,16 @@ def fused(
     most: ids that the answer keeps.
 
   Raises:
-    ValueError: there is no episode.
+    ValueError: there is no episode, or one that isn't of a search.
   """
   if not episodes:
     raise ValueError(f"task {task.task_id} has no episode to fuse")
+  for name in ("answer", "encountered", "pruned", "calls"):
+    if any(name not in e.outcome for e in episodes):
+      raise ValueError(
+        f"an episode of task {task.task_id} reports no {name!r}; only answers"
+        " of searches can be fused"
+      )
   answers = [
     e.outcome["answer"]
     for e in episodes

@@ -1,4 +1,4 @@
-"""What a run is about: tasks, environments, rewards and demonstrations."""
+"""What a run is about: tasks, environments and rewards."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from arl_jax.actors.config import ActorConfig
-from arl_jax.agents.scripted import ScriptedSearcher
 from arl_jax.chat.renderer import AgentRenderer
-from arl_jax.types import Environment, RewardFn, Task
+from arl_jax.types import Environment, PolicyClient, RewardFn, Sample, Task
 
 
 @runtime_checkable
@@ -38,14 +37,26 @@ class Problem(Protocol):
   def environment(self, task: Task, seed: int) -> Environment:
     """A fresh environment for one episode."""
 
-  def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
-    """Who plays the warm start's episodes."""
+  def digests(self) -> dict[str, str]:
+    """What identifies the data."""
+
+
+class Player(PolicyClient, Protocol):
+  """A script in place of a policy."""
+
+  def play(self, ids: Sequence[int], max_tokens: int) -> Sample:
+    """The next message in a context."""
+
+
+@runtime_checkable
+class Demonstrated(Problem, Protocol):
+  """A problem that can be shown, as the warm start needs it."""
+
+  def demonstrator(self, task: Task, seed: int) -> Player:
+    """Who plays an episode."""
 
   def practice(self, seed: int) -> Iterator[str]:
     """An endless stream of questions, for openings only."""
-
-  def digests(self) -> dict[str, str]:
-    """What identifies the data."""
 
 
 def make_problem(config: ActorConfig) -> Problem:
@@ -79,3 +90,17 @@ def make_problem(config: ActorConfig) -> Problem:
       f" without {', '.join(lacks)}"
     )
   return found
+
+
+def demonstrated(problem: Problem) -> Demonstrated:
+  """The same, as one that can be shown.
+
+  Raises:
+    ValueError: it can't be.
+  """
+  if not isinstance(problem, Demonstrated):
+    raise ValueError(
+      f"the problem is a {type(problem).__name__}, without `demonstrator` and"
+      " `practice`, which a warm start needs; set warm_start.steps to 0"
+    )
+  return problem

@@ -31,7 +31,9 @@ class WarmStartConfig:
       words: copying from the question forms there.
     opening_row_length: tokens of a row in these updates.
     episodes: demonstrations, one a training task, then a second, and so on.
-    steps: updates in all, those on openings included.
+    filter: keeps demonstrations by Context-1's rules, which go by recall (see
+      `data.trajectory_filter`).
+    steps: updates in all, those on openings included; 0 for no warm start.
     batch_tokens: of an update.
     optimizer: of this phase.
   """
@@ -39,6 +41,7 @@ class WarmStartConfig:
   opening_steps: int = 400
   opening_row_length: int = 128
   episodes: int = 3000
+  filter: bool = False
   steps: int = 800
   batch_tokens: int = 1900
   optimizer: OptimizerConfig = _make(
@@ -185,7 +188,8 @@ class Config(ActorConfig):
         " rollout alone has nothing to be compared with"
       )
     for name in (
-      *("warm_start.opening_steps", "rl.steps", "report_episodes"),
+      *("warm_start.opening_steps", "warm_start.steps", "rl.steps"),
+      "report_episodes",
       *("keep_best_checkpoints", "checkpoint_quota"),
     ):
       if _field(self, name) < 0:
@@ -319,7 +323,6 @@ _AT_LEAST_ONE = (
   "search.grep_limit",
   "search.max_answer",
   "warm_start.episodes",
-  "warm_start.steps",
   "warm_start.opening_row_length",
   "warm_start.batch_tokens",
   "rl.tasks_per_step",

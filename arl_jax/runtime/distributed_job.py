@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import urllib.parse
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax._src import distributed
@@ -46,6 +46,66 @@ class Member:
   def host(self) -> str:
     """That the first process is found at."""
     return urllib.parse.urlsplit(f"//{self.coordinator}").hostname or ""
+
+
+class JobHosts:
+  """All processes of a job, as one of them sees it.
+
+  A context manager that joins and leaves; with one process nothing is joined.
+
+  Attributes:
+    index: of this process in the job.
+    count: of the job's processes.
+  """
+
+  def __init__(self, member: Member, cluster: ClusterConfig, mesh_field: str):
+    """Connects to nothing yet.
+
+    Args:
+      member: this process.
+      cluster: of the run.
+      mesh_field: that the job's mesh is made from.
+    """
+    self.index, self.count = member.index, member.count
+    self._member, self._cluster = member, cluster
+    self._mesh_field = mesh_field
+    self._board = Board()
+
+  @property
+  def first(self) -> bool:
+    """Whether this is the job's first process."""
+    return self.index == 0
+
+  def __enter__(self) -> Self:
+    """Joins the others; ends the process if they don't come in time.
+
+    Raises:
+      ValueError: the accelerators' own order of hosts is another one.
+    """
+    if self.count > 1:
+      join(self._member, self._cluster)
+    return self
+
+  def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    if self.count > 1:
+      self._end(error)
+
+  def _end(self, error: BaseException | None) -> None:
+    """Ends what `__enter__` began; only of several processes."""
+    del error
+    leave()
+
+  def check(self, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError if a process has no device of the job's mesh."""
+    member = self._member
+    there = {device.process_index for device in mesh.devices.flat}
+    for index in range(self.count):
+      if index not in there:
+        raise ValueError(
+          f"{self._mesh_field} has no device of {member.name(index)}, of"
+          f" {member.field} {self.count}: it has {mesh.size} of"
+          f" {len(jax.devices())}; with an axis of -1 it takes all"
+        )
 
 
 def join(member: Member, cluster: ClusterConfig) -> None:
@@ -101,24 +161,6 @@ def _bind_address(member: Member, cluster: ClusterConfig) -> str:
   host = bind_host(member, cluster)
   port = urllib.parse.urlsplit(f"//{member.coordinator}").port
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def check_mesh(mesh: jax.sharding.Mesh, member: Member, field: str) -> None:
-  """Raises ValueError if a process has no device of the mesh.
-
-  Args:
-    mesh: of the job.
-    member: of the job.
-    field: that the mesh is made from.
-  """
-  there = {device.process_index for device in mesh.devices.flat}
-  for index in range(member.count):
-    if index not in there:
-      raise ValueError(
-        f"{field} has no device of {member.name(index)}, of {member.field}"
-        f" {member.count}: it has {mesh.size} of {len(jax.devices())}; with an"
-        " axis of -1 it takes all"
-      )
 
 
 def refuse_other(there: Any, here: Any, name: str) -> None:

@@ -18,6 +18,7 @@ from arl_jax.cluster.config import ClusterConfig
 from arl_jax.queueing import messages
 from arl_jax.queueing.group_queue import Batch
 from arl_jax.runtime import distributed_job
+from arl_jax.runtime.distributed_job import JobHosts
 from arl_jax.types import Episode, from_json, to_json
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class RunFolder(NamedTuple):
   resumed: bool
 
 
-class LearnerHosts:
+class LearnerHosts(JobHosts):
   """All processes of one learner: a `jax.distributed` job.
 
   They make the same calls in the same order, with the same experience. The
@@ -119,57 +120,36 @@ class LearnerHosts:
     Raises:
       ValueError: there is no such process, or no coordinator.
     """
-    self.index, self.count = index, 1 if cluster is None else cluster.learners
-    self._cluster = cluster or ClusterConfig()
-    if not 0 <= index < self.count:
+    count = 1 if cluster is None else cluster.learners
+    cluster = cluster or ClusterConfig()
+    if not 0 <= index < count:
       raise ValueError(
-        f"--index is {index}, but cluster.learners is {self.count}: the"
-        f" learner's processes are 0 to {self.count - 1}"
+        f"--index is {index}, but cluster.learners is {count}: the learner's"
+        f" processes are 0 to {count - 1}"
       )
-    if self.count > 1 and not self._cluster.coordinator:
+    if count > 1 and not cluster.coordinator:
       raise ValueError(
-        f"cluster.coordinator is empty; {self.count} learner processes need an"
+        f"cluster.coordinator is empty; {count} learner processes need an"
         " address of the first one's host, such as 10.0.0.7:7001"
       )
-    self._member = distributed_job.Member(
+    member = distributed_job.Member(
       "the learner",
       "learner {}",
       index,
-      self.count,
+      count,
       "cluster.learners",
-      self._cluster.coordinator,
+      cluster.coordinator,
     )
-    self._board = distributed_job.Board()
+    super().__init__(member, cluster, "learner.mesh")
     self._on_wait = on_wait
     # Of what the first process has told so far.
     self._told = 0
     self._noted, self._notes = -math.inf, 0
 
-  @property
-  def first(self) -> bool:
-    """Whether this is the first process."""
-    return self.index == 0
-
-  def __enter__(self) -> LearnerHosts:
-    """Joins the others; ends the process if they don't come in time.
-
-    Raises:
-      ValueError: the accelerators' own order of hosts is another one.
-    """
-    if self.count > 1:
-      distributed_job.join(self._member, self._cluster)
-    return self
-
-  def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-    if self.count == 1:
-      return
+  def _end(self, error: BaseException | None) -> None:
     if self.first and error is not None:
       self._board.put(_FAILED, str(error))
     distributed_job.leave()
-
-  def check(self, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if a process has no device of the learner's mesh."""
-    distributed_job.check_mesh(mesh, self._member, "learner.mesh")
 
   def progress(self) -> None:
     """Notes that the first process gets on, for those who wait for it."""

@@ -15,7 +15,7 @@ from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.runtime.config import Config
-from arl_jax.types import Episode
+from arl_jax.types import Episode, Task
 
 
 class LocalRollouts:
@@ -85,13 +85,27 @@ class LocalRollouts:
     return episodes
 
 
-def heldout_jobs(config: Config, problem: Problem) -> list[Job]:
-  """One rollout of every held-out task, always with the same seeds."""
+def heldout_jobs(
+  config: Config, tasks: Sequence[Task], rollouts: int = 1
+) -> list[Job]:
+  """Rollouts of held-out tasks, always with the same seeds.
+
+  Args:
+    config: of the run.
+    tasks: that are rolled out.
+    rollouts: of each, side by side; the first doesn't depend on how many.
+  """
   return [
     Job(
       task=task,
-      rollout_index=0,
-      seed=derive_seed(config.evaluation_seed, task.task_id),
+      rollout_index=index,
+      seed=_heldout_seed(config, task, index),
     )
-    for task in problem.heldout
+    for task in tasks
+    for index in range(rollouts)
   ]
+
+
+def _heldout_seed(config: Config, task: Task, index: int) -> int:
+  first = derive_seed(config.evaluation_seed, task.task_id)
+  return derive_seed(first, index) if index else first

@@ -13,10 +13,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import jax
-
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.runtime import distributed_job
+from arl_jax.runtime.distributed_job import JobHosts
 from arl_jax.serving import host_link
 from arl_jax.serving.config import read_token
 from arl_jax.serving.followers import Followers
@@ -29,7 +28,7 @@ _LOOK_SECONDS = 1.0
 _KNOWN_ERROR, _LOST = 1, 3
 
 
-class ServerHosts:
+class ServerHosts(JobHosts):
   """All processes of one replica: a `jax.distributed` job.
 
   The first one has the scheduler and the addresses. It announces each call of
@@ -64,51 +63,34 @@ class ServerHosts:
       ValueError: there is no such process, or no coordinator.
       OSError: the token can't be read.
     """
-    self.count = cluster.server_hosts
-    self.replica, self.index = divmod(process, self.count)
+    count = cluster.server_hosts
+    self.replica, index = divmod(process, count)
     if self.replica >= cluster.servers:
       raise ValueError(
         f"--index is {process}, but cluster.servers is {cluster.servers} and"
-        f" cluster.server_hosts {self.count}: the servers' processes are 0 to"
-        f" {cluster.servers * self.count - 1}"
+        f" cluster.server_hosts {count}: the servers' processes are 0 to"
+        f" {cluster.servers * count - 1}"
       )
     coordinators = cluster.replica_coordinators
-    if self.count > 1 and not coordinators:
+    if count > 1 and not coordinators:
       raise ValueError(
-        f"cluster.server_coordinators is empty; replicas of {self.count}"
+        f"cluster.server_coordinators is empty; replicas of {count}"
         " processes need an address of each one's first host, such as"
         " 10.0.0.8:7001"
       )
-    self._cluster, self._on_wait = cluster, on_wait
-    self._member = distributed_job.Member(
+    member = distributed_job.Member(
       f"replica {self.replica}",
       f"host {{}} of replica {self.replica}",
-      self.index,
-      self.count,
+      index,
+      count,
       "cluster.server_hosts",
-      coordinators[self.replica] if self.count > 1 else "",
+      coordinators[self.replica] if count > 1 else "",
     )
-    self._board = distributed_job.Board()
+    super().__init__(member, cluster, "serve_mesh")
+    self._on_wait = on_wait
     self._token = read_token(cluster.token_file)
 
-  @property
-  def first(self) -> bool:
-    """Whether this is the replica's first process."""
-    return self.index == 0
-
-  def __enter__(self) -> ServerHosts:
-    """Joins the others; ends the process if they don't come in time.
-
-    Raises:
-      ValueError: the accelerators' own order of hosts is another one.
-    """
-    if self.count > 1:
-      distributed_job.join(self._member, self._cluster)
-    return self
-
-  def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-    if self.count == 1:
-      return
+  def _end(self, error: BaseException | None) -> None:
     if error is None:
       distributed_job.leave()
       return
@@ -116,10 +98,6 @@ class ServerHosts:
     if not isinstance(error, ValueError | OSError):
       traceback.print_exception(error)
     end_process(str(error), _KNOWN_ERROR)
-
-  def check(self, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if a process has no device of the replica's mesh."""
-    distributed_job.check_mesh(mesh, self._member, "serve_mesh")
 
   def agree(self, made: Any) -> None:
     """Raises ValueError if the first process was made from something else.

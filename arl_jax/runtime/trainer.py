@@ -13,18 +13,17 @@ import jax
 import numpy as np
 from absl import logging
 
-from arl_jax import checkpoints, losses
+from arl_jax import losses
 from arl_jax.actors.jobs import Interrupted, Job
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.learner import Experience, of_group
-from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import (
   RunDirectory,
 )
-from arl_jax.problems.problem import Problem
+from arl_jax.problems.problem import Problem, demonstrated
 from arl_jax.queueing.group_queue import Batch
 from arl_jax.runtime import (
   learner_hosts,
@@ -32,7 +31,6 @@ from arl_jax.runtime import (
   rollout_metrics,
   warm_start,
 )
-from arl_jax.runtime.committed import make_learner
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import (
   GroupSource,
@@ -41,6 +39,7 @@ from arl_jax.runtime.group_source import (
 )
 from arl_jax.runtime.learner_hosts import LearnerHosts, RunFolder
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
+from arl_jax.runtime.policies import initial_params, make_learner
 from arl_jax.runtime.position import Position
 from arl_jax.sharding import MeshConfig
 from arl_jax.types import Episode, Group
@@ -83,10 +82,13 @@ class Trainer:
       fall_back: an earlier commit will do if the newest is damaged.
 
     Raises:
-      ValueError: the commit can't be used; says why.
+      ValueError: the commit can't be used, or the problem has nobody who plays
+        the warm start; says why.
       OSError: there is no room for a commit, or the weights can't be published,
         such as where another run publishes.
     """
+    if config.warm_start.steps:
+      demonstrated(problem)
     self.config, self.problem = config, problem
     self._progress, self._should_stop = progress, should_stop
     self.hosts = hosts or LearnerHosts()
@@ -108,7 +110,7 @@ class Trainer:
     # Rewards of the rollouts since the last commit.
     self._rewards: list[float] = []
     self._run_path = run.path
-    fresh = self._initial()
+    fresh = initial_params(config, self.model)
     if run.resumed and self._store.newest is not None:
       self._restore(fresh, fall_back=fall_back)
     else:
@@ -123,13 +125,6 @@ class Trainer:
       self._metrics = MetricsWriter(run.path, keep=self._is_past)
       self._rollouts = LocalRollouts(config, problem, self.model)
       self._source: GroupSource = source or self._own_source()
-
-  def _initial(self) -> Any:
-    """Parameters that training begins from."""
-    if not self.config.checkpoint:
-      return transformer.init(self.model, jax.random.key(self.config.seed))
-    _, params = checkpoints.load(self.config.checkpoint, dtype="float32")
-    return params
 
   def _own_source(self) -> GroupSource:
     if self.config.mode == "train_only":
@@ -210,7 +205,9 @@ class Trainer:
     self.position.seconds["demonstrations"] = time.monotonic() - began
     self._progress.phase("warm start", steps, start=self.position.warm_start)
     began = time.monotonic()
-    plan = warm_start.batches(self.config, self.problem, demonstrations)
+    plan = warm_start.batches(
+      self.config, demonstrated(self.problem), demonstrations
+    )
     for step, (segments, length) in enumerate(plan, 1):
       if step <= self.position.warm_start:
         continue
@@ -238,7 +235,7 @@ class Trainer:
     play = functools.partial(
       warm_start.play,
       self.config,
-      self.problem,
+      demonstrated(self.problem),
       on_done=self._progress.update,
       should_stop=self._should_stop,
     )
@@ -394,7 +391,7 @@ class Trainer:
       RuntimeError: an episode's infrastructure failed for good, so that the
         comparison would not be of the same tasks.
     """
-    jobs = heldout_jobs(self.config, self.problem)
+    jobs = heldout_jobs(self.config, self.problem.heldout)
     self._progress.phase(f"evaluation {name}", len(jobs))
     began = time.monotonic()
     episodes = self.rollout(jobs, training=False, on_done=self._progress.update)

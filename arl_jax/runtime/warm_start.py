@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
+from absl import logging
+
 from arl_jax.actors.jobs import Job, run_jobs
 from arl_jax.agents.harness import derive_seed
 from arl_jax.data import sft
-from arl_jax.problems.problem import Problem
+from arl_jax.data.trajectory_filter import FilterConfig, filter_trajectories
+from arl_jax.problems.problem import Demonstrated
 from arl_jax.runtime.config import Config
-from arl_jax.types import Episode, Segment, Task
+from arl_jax.types import Episode, Group, Segment, Task
 
 
-def jobs(config: Config, problem: Problem) -> list[Job]:
+def jobs(config: Config, problem: Demonstrated) -> list[Job]:
   """Episodes of the demonstrator: one a training task, then a second, ..."""
   made = []
   for i in range(config.warm_start.episodes):
@@ -26,7 +29,7 @@ def jobs(config: Config, problem: Problem) -> list[Job]:
 
 def play(
   config: Config,
-  problem: Problem,
+  problem: Demonstrated,
   *,
   on_done: Callable[[int], None],
   should_stop: Callable[[], bool],
@@ -41,10 +44,12 @@ def play(
 
   Raises:
     Interrupted: `should_stop` said so.
+    ValueError: `warm_start.filter` keeps none, or can't tell.
   """
+  wanted = jobs(config, problem)
   episodes = asyncio.run(
     run_jobs(
-      jobs(config, problem),
+      wanted,
       problem,
       lambda job: problem.demonstrator(job.task, job.seed),
       config.agent,
@@ -54,11 +59,36 @@ def play(
       should_stop=should_stop,
     )
   )
+  if config.warm_start.filter:
+    return _filtered(config, wanted, episodes)
   return [e for e in episodes if e is not None]
 
 
+def _filtered(
+  config: Config, wanted: Sequence[Job], episodes: Sequence[Episode | None]
+) -> list[Episode]:
+  """What the published rules keep; see `data.trajectory_filter`."""
+  groups = [
+    Group(
+      group_id=f"{job.rollout_index}/{job.task.task_id}",
+      task=job.task,
+      episodes=(episode,),
+    )
+    for job, episode in zip(wanted, episodes, strict=True)
+    if episode is not None
+  ]
+  found = filter_trajectories(groups, FilterConfig(seed=config.seed))
+  logging.info("demonstrations: kept %s, not %s", found.kept, found.dropped)
+  if not found.groups:
+    raise ValueError(
+      f"warm_start.filter keeps none of {len(groups)} demonstrations:"
+      f" {dict(found.dropped)}"
+    )
+  return [episode for group in found.groups for episode in group.episodes]
+
+
 def batches(
-  config: Config, problem: Problem, demonstrations: Sequence[Episode]
+  config: Config, problem: Demonstrated, demonstrations: Sequence[Episode]
 ) -> Iterator[tuple[list[Segment], int]]:
   """Segments and row length of each update, always the same ones."""
 

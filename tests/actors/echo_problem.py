@@ -102,9 +102,3 @@ class Problem:
 
   def digests(self):
     return {"corpus": self._name}
-
-  def demonstrator(self, task, seed):
-    raise NotImplementedError
-
-  def practice(self, seed):
-    raise NotImplementedError

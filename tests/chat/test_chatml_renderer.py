@@ -127,3 +127,12 @@ def test_a_tool_with_two_arguments_is_refused(renderer):
   )
   with pytest.raises(ValueError, match="two has the arguments"):
     ChatMLRenderer(renderer.tokenizer, [tool], "")
+
+
+def test_a_prompt_tells_of_the_tools_that_there_are(renderer):
+  without = [name for name in NAMES if name != "prune_chunks"]
+  decode = renderer.tokenizer.decode
+  assert '"name": "prune_chunks"' in decode(renderer.prompt("?"))
+  told = decode(renderer.prompt("?", without))
+  assert '"name": "prune_chunks"' not in told
+  assert '"name": "search_corpus"' in told

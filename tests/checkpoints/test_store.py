@@ -362,6 +362,23 @@ for number in range(first + 1, first + 1000):
 """
 
 
+def test_who_only_reads_leaves_what_is_being_written(folder, blocked):
+  blocked.set()
+  save(folder, 1)
+  blocked.clear()
+  writer = CheckpointStore(folder, keep=1)
+  writer.save(2, small(2), {"position": 2})
+  limit = time.monotonic() + 60
+  while not (partial := set(names(folder)) - {"1"}):
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+  assert_is(restore(folder, writes=False), 1)
+  assert partial <= {*names(folder)}
+  blocked.set()
+  writer.close()
+  assert names(folder) == ["2"]
+
+
 @pytest.mark.slow
 def test_kill_leaves_only_whole_commits(folder):
   draw = random.Random(0)

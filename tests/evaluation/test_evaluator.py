@@ -173,7 +173,7 @@ def test_each_second_version_from_the_seeds_of_every_other(
     # As the learner's process rolls them out with the same weights.
     rollouts = LocalRollouts(config, problem, model)
     right = rollouts.run(
-      heldout_jobs(config, problem),
+      heldout_jobs(config, problem.heldout),
       params_of(model, version),
       version,
       training=False,

@@ -1,5 +1,7 @@
 """Fusion of rollouts: values by hand, and what must not matter."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +92,9 @@ def test_where_none_answered_nothing_is_fused():
 def test_nothing_to_fuse_is_an_error():
   with pytest.raises(ValueError, match="no episode"):
     fused(task(), [], SearchReward(), most=2)
+
+
+def test_what_is_no_search_can_not_be_fused():
+  other = dataclasses.replace(episode(["a"]), outcome={"answer": ["a"]})
+  with pytest.raises(ValueError, match="reports no 'encountered'"):
+    fused(task(), [other], SearchReward(), most=2)

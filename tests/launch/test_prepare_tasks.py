@@ -1,5 +1,6 @@
 """The program that makes tasks from a folder."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -10,7 +11,14 @@ import time
 
 import pytest
 
+from arl_jax.actors.config import ActorConfig
+from arl_jax.actors.jobs import Job, run_jobs
+from arl_jax.agents.harness import AgentConfig
 from arl_jax.data.task_file import read_tasks
+from arl_jax.envs.search.builder import build_index
+from arl_jax.envs.search.chunking import Chunking
+from arl_jax.envs.search.embedders import named_embedder
+from arl_jax.problems.search import SearchProblem
 from tests.data.synthesis import linked_corpus
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,6 +40,44 @@ def prepare(*flags):
   return subprocess.run(
     command(*flags), cwd=ROOT, capture_output=True, text=True, timeout=300
   )
+
+
+def test_tasks_of_an_index_are_what_the_search_problem_takes(folder, tmp_path):
+  for name, size in (("index", 60), ("other", 20)):
+    chunks = Chunking(max_tokens=size, tolerance=0)
+    build_index(folder, tmp_path / name, named_embedder("hashed:32"), chunks)
+  index, out = tmp_path / "index", tmp_path / "tasks.jsonl"
+  done = prepare(f"--index={index}", f"--out={out}", "--count=10", "--hops=1")
+  assert done.returncode == 0, done.stderr
+  config = ActorConfig()
+  config.corpus.index, config.tasks.path = str(index), str(out)
+  config.corpus.vocab_size, config.search.rerank = 500, True
+  config.tasks.train = 5
+  problem = SearchProblem(config)
+  # As many as are wanted, and all that are held out.
+  found = read_tasks(out)
+  assert problem.train == found.train[:5]
+  assert problem.heldout == found.heldout
+  task = problem.train[0]
+  job = Job(task=task, rollout_index=0, seed=1)
+  (episode,) = asyncio.run(
+    run_jobs(
+      [job],
+      problem,
+      lambda job: problem.demonstrator(job.task, job.seed),
+      AgentConfig(token_budget=4000, soft_threshold=3000, hard_threshold=3500),
+      concurrency=1,
+      training=True,
+    )
+  )
+  assert episode.outcome["encountered"]
+  # The other index has the same documents, and chunks of the same ids.
+  config.corpus.index = str(tmp_path / "other")
+  with pytest.raises(ValueError, match="was made from another corpus"):
+    SearchProblem(config)
+  refused = prepare(f"--index={index}", f"--corpus={folder}", f"--out={out}2")
+  assert refused.returncode == 1
+  assert "leave out --corpus and --chunk_tokens" in refused.stderr
 
 
 def test_makes_a_file_and_a_report(folder, tmp_path):

@@ -50,7 +50,7 @@ class Launch:
   def __init__(self, folder, name, learners):
     config = self.config = Config(problem=PROBLEM, checkpoint_every=1)
     config.run_dir = str(folder / name)
-    config.warm_start.steps, config.warm_start.opening_steps = 1, 0
+    config.warm_start.steps = config.warm_start.opening_steps = 0
     config.rl.steps, config.rl.group_size = STEPS, 2
     config.rl.tasks_per_step = 3
     model = config.model
@@ -66,8 +66,6 @@ class Launch:
       actors=1, learners=learners, lost_seconds=30.0, patience=120.0
     )
     config.resolve()
-    # The problem has no demonstrator.
-    config.warm_start.steps = 0
     assign_addresses(config.cluster)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(config)))

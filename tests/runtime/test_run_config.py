@@ -74,7 +74,7 @@ def test_the_default_resolves_to_itself():
     ("learner.row_length", 100),
     ("learner.microbatch_tokens", 0),
     ("warm_start.episodes", 0),
-    ("warm_start.steps", 0),
+    ("warm_start.steps", -1),
     ("warm_start.steps", 399),
     ("warm_start.opening_steps", -1),
     ("warm_start.opening_row_length", 0),

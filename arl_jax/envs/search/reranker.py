@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from arl_jax.envs.search import index as index_lib
+from arl_jax.serving.json_endpoint import JsonEndpoint
 
 # Of one chunk in a question to a model.
 _MAX_CHARS = 8192
@@ -94,20 +95,19 @@ class ModelReranker:
     Raises:
       ValueError: a field of `judge` can't be.
     """
-    if judge.concurrency < 1 or judge.tries < 1:
-      raise ValueError(
-        f"judge.concurrency is {judge.concurrency} and judge.tries"
-        f" {judge.tries}; both must be at least 1"
-      )
     self._index, self._judge = index, judge
-    self._slots = asyncio.Semaphore(judge.concurrency)
-    headers = {"Authorization": f"Bearer {judge.token}"} if judge.token else {}
-    self._http = httpx.AsyncClient(
-      headers=headers, timeout=judge.seconds, transport=transport
+    self._endpoint = JsonEndpoint(
+      f"{judge.url.rstrip('/')}/completions",
+      token=judge.token,
+      concurrency=judge.concurrency,
+      timeout=judge.seconds,
+      tries=judge.tries,
+      max_bytes=_MAX_ANSWER_BYTES,
+      transport=transport,
     )
 
   async def close(self) -> None:
-    await self._http.aclose()
+    await self._endpoint.close()
 
   async def order(self, query: str, chunk_ids: Sequence[str]) -> list[str]:
     scores = await asyncio.gather(
@@ -127,32 +127,12 @@ class ModelReranker:
       "logit_bias": {str(self._judge.yes): _FORCED},
       "seed": 0,
     }
-    url = f"{self._judge.url.rstrip('/')}/completions"
-    why = ""
-    async with self._slots:
-      for tried in range(self._judge.tries):
-        if tried:
-          await asyncio.sleep(min(0.2 * 2**tried, 5.0))
-        try:
-          async with self._http.stream("POST", url, json=body) as answer:
-            raw = await _bounded(answer)
-            if answer.status_code == 200:
-              return _log_probability(raw)
-            why = f"status {answer.status_code}: {raw[:200]!r}"
-            if answer.status_code < 500 and answer.status_code != 429:
-              break
-        except (httpx.HTTPError, ValueError) as error:
-          why = repr(error)
-    raise OSError(f"the reranker's model at {url} doesn't answer: {why}")
-
-
-async def _bounded(answer: httpx.Response) -> bytes:
-  found = bytearray()
-  async for piece in answer.aiter_bytes():
-    found += piece
-    if len(found) > _MAX_ANSWER_BYTES:
-      raise ValueError(f"an answer has more than {_MAX_ANSWER_BYTES} bytes")
-  return bytes(found)
+    try:
+      return _log_probability(await self._endpoint.post(body))
+    except ValueError as error:
+      raise OSError(
+        f"{self._endpoint.url} gives no log-probability: {error}"
+      ) from error
 
 
 def _log_probability(raw: bytes) -> float:

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from arl_jax.data.synthesis import chat_endpoint
 from arl_jax.data.synthesis.chat_endpoint import ChatEndpoint, read_answer
 from arl_jax.data.synthesis.draft import AuthorFailed, Refused, Request
 from arl_jax.data.synthesis.endpoint_author import EndpointAuthor
 from arl_jax.data.synthesis.pipeline import Pipeline, SynthesisConfig
+from arl_jax.serving import json_endpoint
 from tests.data.synthesis import linked_corpus
 from tests.data.synthesis.chat_server import (
   ChatServer,
@@ -43,7 +43,7 @@ QUOTES = {
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-  monkeypatch.setattr(chat_endpoint, "_WAITS", (0.001, 0.01))
+  monkeypatch.setattr(json_endpoint, "_WAITS", (0.001, 0.01))
 
 
 def label(request, words):
@@ -377,4 +377,4 @@ def test_refuses_what_cannot_be(field, value):
   ],
 )  # fmt: skip
 def test_the_address_may_end_anywhere(url):
-  assert ChatEndpoint(url)._url == "http://h:1/v1/chat/completions"
+  assert ChatEndpoint(url)._endpoint.url == "http://h:1/v1/chat/completions"

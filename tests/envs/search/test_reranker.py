@@ -32,11 +32,17 @@ def index():
   )
 
 
+def streamed(response):
+  """As it comes from the network: not read yet."""
+  stream = httpx.ByteStream(response.content)
+  return httpx.Response(response.status_code, stream=stream)
+
+
 def judged(index, answer, **fields):
   """A reranker whose model answers by a function of the request's body."""
 
   def respond(request):
-    return answer(json.loads(request.content))
+    return streamed(answer(json.loads(request.content)))
 
   judge = Judge(**{"url": JUDGE.url, "model": "m", "yes": 7} | fields)
   return ModelReranker(index, judge, transport=httpx.MockTransport(respond))
@@ -81,7 +87,7 @@ def test_no_more_are_judged_at_once_than_may(index):
     most = max(most, running)
     await asyncio.sleep(0.01)
     running -= 1
-    return said(-1.0)
+    return streamed(said(-1.0))
 
   judge = Judge(url="http://judge", model="m", yes=7, concurrency=2)
   reranker = ModelReranker(index, judge, transport=httpx.MockTransport(respond))
@@ -119,7 +125,7 @@ def test_what_passes_is_tried_again(index):
   ],
 )
 def test_what_is_no_answer_fails_as_infrastructure(index, response):
-  with pytest.raises(OSError, match="reranker's model at http://judge/v1"):
+  with pytest.raises(OSError, match="http://judge/v1/completions"):
     order(judged(index, lambda body: response, tries=1), ["fox_0"])
 
 
@@ -132,8 +138,8 @@ def test_an_endpoint_that_is_not_there(index):
 
 
 def test_a_judge_that_can_not_be(index):
-  with pytest.raises(ValueError, match=r"judge\.concurrency is 0"):
-    ModelReranker(index, Judge(url="u", model="m", yes=1, concurrency=0))
+  with pytest.raises(ValueError, match="concurrency is 0"):
+    ModelReranker(index, Judge(url="http://u", model="m", yes=1, concurrency=0))
 
 
 def test_embeddings_give_the_index_s_own_ranking(index):

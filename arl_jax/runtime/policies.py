@@ -1,4 +1,4 @@
-"""The policy that a run committed."""
+"""Parameters of a run's policy: to begin with, and as committed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from typing import Any
 
 import jax
 
-from arl_jax import losses, sharding
+from arl_jax import checkpoints, losses, sharding
 from arl_jax.agents.harness import derive_seed
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.learner import Learner
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
 from arl_jax.runtime.config import Config
+
+
+def initial_params(config: Config, model: ModelConfig) -> Any:
+  """What training begins from: a checkpoint's, or drawn from the seed.
+
+  Raises:
+    ValueError, OSError: the checkpoint can't be read.
+  """
+  if config.checkpoint:
+    return checkpoints.load(config.checkpoint, dtype="float32")[1]
+  return transformer.init(model, jax.random.key(config.seed))
 
 
 def make_learner(
@@ -56,7 +67,7 @@ def load_policy(
   model: ModelConfig,
   number: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-  """Parameters of a commit, and its record.
+  """Parameters of a commit, and its record; the run may go on meanwhile.
 
   Args:
     run_dir: of the run.
@@ -80,7 +91,7 @@ def load_policy(
     learner = make_learner(config, model, empty, rl=record["rl"] > 0)
     return learner.contents
 
-  store = CheckpointStore(folder, keep=config.keep_checkpoints)
+  store = CheckpointStore(folder, keep=1, writes=False)
   try:
     commit = store.restore(contents, number=number)
   finally:
