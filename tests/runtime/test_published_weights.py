@@ -32,6 +32,8 @@ def config(tmp_path):
   found.model.layers = 1
   found.weights.folder = str(tmp_path / "weights")
   found.weights.dtype = "float32"
+  found.warm_start.steps = 0
+  found.warm_start.opening_steps = 0
   found.resolve()
   return found
 
