@@ -172,6 +172,7 @@ class _Queue:
         number=i,
         attempt=1,
         task_id=f"{i}",
+        epoch=0,
         group_size=_GROUP,
         version=0,
       )

@@ -24,6 +24,7 @@ from arl_jax.agents.harness import derive_seed, run_episode
 from arl_jax.cluster.heartbeat import Heartbeat
 from arl_jax.problems.problem import Problem, make_problem
 from arl_jax.queueing.group_queue import Lease
+from arl_jax.queueing.task_source import of_epoch
 from arl_jax.queueing.transport import actor_queue
 from arl_jax.serving.config import read_token
 from arl_jax.types import Episode, Group, Sample, Task
@@ -234,7 +235,7 @@ class Actor:
         f"the queue hands out task {lease.task_id!r}, which the problem of this"
         " actor doesn't have; all processes of a run need the same problem"
       )
-    running = _Running(lease, task)
+    running = _Running(lease, of_epoch(task, lease.epoch))
     self._held.add(lease)
     self._running.add(running)
     running.work = work.create_task(self._roll_out(running))

@@ -59,6 +59,8 @@ class SearchProblem:
     self.train, self.heldout = self._tasks()
     self.reward: RewardFn = SearchReward(
       beta=search.beta,
+      final_beta=search.final_beta,
+      beta_epochs=search.beta_epochs,
       answer_in=search.answer_in,
       malformed=search.malformed,
     )

@@ -54,7 +54,11 @@ class SearchConfig:
       are put into the order of their embeddings' similarity.
     grep_limit: chunks a grep returns at most.
     max_answer: ids in the final answer at most.
-    beta: of F_β; recall weighs β² as much as precision.
+    beta: of F_β; recall weighs β² as much as precision. Held-out rewards have
+      this one.
+    final_beta: that training anneals it to, linearly from epoch to epoch;
+      Context-1: from 4 to 2.
+    beta_epochs: epochs until then.
     answer_in: where a chunk with the answer must be to earn the bonus, "output"
       (the final list) or "encountered" (anything shown).
     malformed: reward of an episode that ends without an answer that parses.
@@ -67,5 +71,7 @@ class SearchConfig:
   grep_limit: int = 3
   max_answer: int = 6
   beta: float = 4.0
+  final_beta: float = 4.0
+  beta_epochs: int = 1
   answer_in: str = "output"
   malformed: float = -0.5

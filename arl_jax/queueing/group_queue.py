@@ -65,6 +65,7 @@ class Lease:
     number: of the task's draw.
     attempt: of it, from 1.
     task_id: of the task.
+    epoch: of its source, from 0.
     group_size: rollouts.
     version: newest when it was handed out; no older one may sample.
   """
@@ -73,6 +74,7 @@ class Lease:
   number: int
   attempt: int
   task_id: str
+  epoch: int
   group_size: int
   version: int
 
@@ -268,6 +270,7 @@ class GroupQueue:
           number=found.draw.number,
           attempt=found.attempt,
           task_id=found.draw.task_id,
+          epoch=found.draw.epoch,
           group_size=start.group_size,
           version=self._version,
         )

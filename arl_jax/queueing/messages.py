@@ -40,6 +40,7 @@ _MAX_COUNT = 1 << 53
 _NUMBERS = -1e300, 1e300
 _MAX_NAME = MAX_TASK_ID
 _MAX_COUNTERS = 256
+_MAX_LEVEL = 1 << 31
 # Bytes that a frame may need to be looked back at; level 3 takes 2 MiB.
 _WINDOW = 8 << 20
 _CHUNK = 1 << 20
@@ -240,7 +241,12 @@ def start_to_json(start: Start) -> dict[str, Any]:
     "skip_below": _finite(start.skip_below),
     "skip_above": _finite(start.skip_above),
     "sources": [
-      {"name": s.name, "weight": s.weight, "task_ids": list(s.task_ids)}
+      {
+        "name": s.name,
+        "weight": s.weight,
+        "task_ids": list(s.task_ids),
+        "levels": list(s.levels),
+      }
       for s in start.sources
     ],
     "ledger": start.ledger,
@@ -287,13 +293,24 @@ def _read_source(data: Any) -> Source:
   name = fields.needed_text("name")
   weight = fields.needed_number("weight")
   task_ids = fields.needed_list("task_ids", 1 << 24)
+  levels = fields.needed_list("levels", 1 << 24)
   fields.finish()
+  if not all(type(n) is int and 0 <= n <= _MAX_LEVEL for n in levels):
+    raise Malformed(
+      "sources.levels",
+      f"one of {name!r:.80} isn't an integer of 0..{_MAX_LEVEL}",
+    )
   if not all(type(i) is str and len(i) <= _MAX_NAME for i in task_ids):
     raise Malformed(
       "sources.task_ids",
       f"an id of {name!r:.80} isn't a text of at most {_MAX_NAME} characters",
     )
-  return Source(name=name, weight=weight, task_ids=tuple(task_ids))
+  return Source(
+    name=name,
+    weight=weight,
+    task_ids=tuple(task_ids),
+    levels=tuple(levels),
+  )
 
 
 def lease_to_json(lease: Lease) -> dict[str, Any]:
@@ -302,6 +319,7 @@ def lease_to_json(lease: Lease) -> dict[str, Any]:
     "number": lease.number,
     "attempt": lease.attempt,
     "task_id": lease.task_id,
+    "epoch": lease.epoch,
     "group_size": lease.group_size,
     "version": lease.version,
   }
@@ -315,6 +333,7 @@ def read_lease(data: Any) -> Lease:
     number=fields.needed_integer("number"),
     attempt=fields.needed_integer("attempt", 1),
     task_id=fields.needed_text("task_id"),
+    epoch=fields.needed_integer("epoch"),
     group_size=fields.needed_integer("group_size", 2, MAX_GROUP_SIZE),
     version=fields.needed_integer("version"),
   )

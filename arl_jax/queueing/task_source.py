@@ -12,17 +12,29 @@ import numpy as np
 from arl_jax.agents.harness import derive_seed
 from arl_jax.types import Task
 
+# Of the tasks of an epoch.
+ORDERS = ("shuffled", "hops")
+
 # Characters of a task's id, which is part of many messages.
 MAX_TASK_ID = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-  """Tasks by id, and how often they come compared with other sources'."""
+  """Tasks by id, and how often they come compared with other sources'.
+
+  Attributes:
+    name: of the source.
+    weight: > 0.
+    task_ids: of its tasks.
+    levels: of each task; in every epoch those of lower levels come first.
+      Empty for no levels.
+  """
 
   name: str
   weight: float
   task_ids: tuple[str, ...]
+  levels: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +54,8 @@ class Draw:
 
 class TaskSource:
   """Draws tasks: each source's shuffled anew an epoch, none twice in one.
+
+  Where tasks have levels, those of one level are shuffled.
 
   What comes next follows from the seed, the position and the rewards that were
   measured, all of which are in `state`.
@@ -178,7 +192,11 @@ class TaskSource:
       random = np.random.default_rng(
         derive_seed(self._seed, "rl", epoch, *name)
       )
-      self._orders[i] = epoch, random.permutation(len(source.task_ids))
+      order = random.permutation(len(source.task_ids))
+      if source.levels:
+        levels = np.array(source.levels)[order]
+        order = order[np.argsort(levels, kind="stable")]
+      self._orders[i] = epoch, order
     return source.task_ids[int(self._orders[i][1][index])]
 
 
@@ -192,6 +210,11 @@ def _check(sources: Sequence[Source]) -> None:
     if not 0 < source.weight < math.inf:
       raise ValueError(
         f"task source {source.name!r} has weight {source.weight}, not > 0"
+      )
+    if source.levels and len(source.levels) != len(source.task_ids):
+      raise ValueError(
+        f"task source {source.name!r} has {len(source.task_ids)} tasks and"
+        f" {len(source.levels)} levels; there must be one of each task, or none"
       )
     for task_id in source.task_ids:
       _check_id(task_id)
@@ -239,16 +262,47 @@ def parse_mixture(text: str) -> dict[str, float]:
   return weights
 
 
-def mixed(tasks: Iterable[Task], weights: Mapping[str, float]) -> list[Source]:
+def of_epoch(task: Task, epoch: int) -> Task:
+  """The same task, which says in its provenance what epoch it was drawn in."""
+  return dataclasses.replace(
+    task, provenance={**task.provenance, "epoch": epoch}
+  )
+
+
+def mixed(
+  tasks: Sequence[Task], weights: Mapping[str, float], order: str = "shuffled"
+) -> list[Source]:
   """Sources of tasks by `provenance["source"]`; one of all without weights.
 
+  Args:
+    tasks: to draw from.
+    weights: of the sources.
+    order: one of `ORDERS`, within an epoch of a source. "hops" takes tasks with
+      fewer hops (`provenance["hops"]`) first, a curriculum of Context-1.
+
   Raises:
-    ValueError: the weights name a source that has no task, or the tasks can't
-      be told apart by their ids.
+    ValueError: the weights name a source that has no task, the tasks can't be
+      told apart by their ids, or don't say how many hops they have.
   """
   found = _mixed(tasks, weights)
+  if order == "hops":
+    hops = {task.task_id: _hops(task) for task in tasks}
+    found = [
+      dataclasses.replace(s, levels=tuple(hops[i] for i in s.task_ids))
+      for s in found
+    ]
   _check(found)
   return found
+
+
+def _hops(task: Task) -> int:
+  hops = task.provenance.get("hops")
+  if type(hops) is not int:
+    raise ValueError(
+      f"task {task.task_id!r:.100} has provenance['hops'] {hops!r:.50}, no"
+      " integer; rl.order 'hops' needs it"
+    )
+  return hops
 
 
 def _mixed(tasks: Iterable[Task], weights: Mapping[str, float]) -> list[Source]:

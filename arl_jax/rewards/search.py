@@ -10,6 +10,7 @@ finds nothing, after seeing nothing, has 0: doing nothing has no reward.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,10 @@ class SearchReward:
 
   Attributes:
     beta: recall weighs beta² times as much as precision in F_β.
+    final_beta: what it is annealed to, linearly over `beta_epochs`; a task's
+      epoch is `provenance["epoch"]`, and one without, as in evaluations, has
+      `beta`. By default it stays.
+    beta_epochs: after which it is `final_beta`, at least 1.
     floor: ε; penalties don't push a positive r_pre below it.
     malformed: reward of a scorable episode that did not end in an answer.
     answer_bonus: r_fa.
@@ -89,6 +94,8 @@ class SearchReward:
   """
 
   beta: float = 4.0
+  final_beta: float | None = None
+  beta_epochs: int = 1
   floor: float = 1e-3
   malformed: float = -0.5
   answer_bonus: float = 1.0
@@ -103,8 +110,12 @@ class SearchReward:
   turn_most: float = 0.5
 
   def __post_init__(self) -> None:
-    if not self.beta > 0:
-      raise ValueError(f"beta is {self.beta}, not above 0")
+    for name in ("beta", "final_beta"):
+      value = getattr(self, name)
+      if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}, not above 0 and finite")
+    if self.beta_epochs < 1:
+      raise ValueError(f"beta_epochs is {self.beta_epochs}, not at least 1")
     if self.answer_in not in ("output", "encountered"):
       raise ValueError(
         f"answer_in is {self.answer_in!r}, not 'output' or 'encountered'"
@@ -148,6 +159,12 @@ class SearchReward:
     total = self._total(parts) if answered else self.malformed
     return types.Reward(total=total, parts=parts)
 
+  def beta_of(self, task: types.Task) -> float:
+    """β in the epoch that a task was drawn in."""
+    last = self.beta if self.final_beta is None else self.final_beta
+    done = min(task.provenance.get("epoch", 0) / self.beta_epochs, 1.0)
+    return self.beta + (last - self.beta) * done
+
   def _parts(
     self, task: types.Task, output: set[str], encountered: set[str]
   ) -> dict[str, float]:
@@ -163,7 +180,7 @@ class SearchReward:
     recall = _recall(facts, output)
     holders = output if self.answer_in == "output" else encountered
     return {
-      "f_beta": f_beta(precision, recall, self.beta),
+      "f_beta": f_beta(precision, recall, self.beta_of(task)),
       "output_recall": recall,
       "output_precision": precision,
       "trajectory_recall": _recall(facts, encountered),

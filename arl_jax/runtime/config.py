@@ -10,7 +10,7 @@ from arl_jax.learner import LearnerConfig, OptimizerConfig, StepConfig
 from arl_jax.losses.advantages import BASELINES
 from arl_jax.model.config import ModelConfig
 from arl_jax.queueing.messages import MAX_GROUP_SIZE
-from arl_jax.queueing.task_source import parse_mixture
+from arl_jax.queueing.task_source import ORDERS, parse_mixture
 from arl_jax.rollout.engine_config import EngineConfig
 from arl_jax.sharding import MeshConfig
 from arl_jax.weights.config import WeightsConfig
@@ -65,6 +65,8 @@ class RLConfig:
       as many as it takes.
     mixture: how often tasks of each source come, as in "easy=1,hard=3"; a
       task's source is `provenance["source"]`. Empty takes all tasks alike.
+    order: of the tasks in an epoch of a source, "shuffled" or, as a curriculum,
+      "hops": those with fewer hops first.
     skip_below: tasks whose rollouts had a lower mean reward when they were
       tried last are left out: they are too hard yet.
     skip_above: likewise with a higher one: they are learned already.
@@ -85,6 +87,7 @@ class RLConfig:
   tries: int = 3
   epochs: int = 0
   mixture: str = ""
+  order: str = "shuffled"
   skip_below: float = -math.inf
   skip_above: float = math.inf
   substeps: int = 1
@@ -173,8 +176,9 @@ class Config(ActorConfig):
       )
     if self.cluster.actors and not self.weights.folder:
       self.weights.folder = f"{self.run_dir}/weights"
-    if not self.search.beta > 0:
-      raise ValueError(f"search.beta is {self.search.beta}, not > 0")
+    for name in ("search.beta", "search.final_beta"):
+      if not 0 < _field(self, name) < math.inf:
+        raise ValueError(f"{name} is {_field(self, name)}, not > 0 and finite")
     self.learner.validate("learner")
     if losses.is_supervised(losses.by_name(self.learner.loss)):
       raise ValueError("learner.loss is 'sft'; that is no loss of rollouts")
@@ -277,6 +281,8 @@ class Config(ActorConfig):
         f"simulated_seconds is {self.simulated_seconds}, not >= 0"
       )
     parse_mixture(rl.mixture)
+    if rl.order not in ORDERS:
+      raise ValueError(f"rl.order is {rl.order!r}, none of {', '.join(ORDERS)}")
     if not rl.skip_below <= rl.skip_above:
       raise ValueError(
         f"rl.skip_below is {rl.skip_below}, not <= rl.skip_above"
@@ -322,6 +328,7 @@ _AT_LEAST_ONE = (
   "search.snippet_tokens",
   "search.grep_limit",
   "search.max_answer",
+  "search.beta_epochs",
   "warm_start.episodes",
   "warm_start.opening_row_length",
   "warm_start.batch_tokens",

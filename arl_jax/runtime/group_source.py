@@ -18,6 +18,7 @@ from arl_jax.queueing.task_source import (
   Source,
   TaskSource,
   mixed,
+  of_epoch,
   parse_mixture,
 )
 from arl_jax.runtime.config import Config
@@ -65,8 +66,9 @@ class GroupSource(abc.ABC):
 
 
 def sources(config: Config, tasks: Sequence[Task]) -> tuple[Source, ...]:
-  """Of the tasks to train on, as `rl.mixture` has them."""
-  return tuple(mixed(tasks, parse_mixture(config.rl.mixture)))
+  """Of the tasks to train on, as `rl.mixture` and `rl.order` have them."""
+  rl = config.rl
+  return tuple(mixed(tasks, parse_mixture(rl.mixture), rl.order))
 
 
 def groups_per_step(config: Config, found: Sequence[Source]) -> int:
@@ -125,14 +127,15 @@ class LocalGroups(GroupSource):
   def take(self, step: int, version: int) -> Batch:
     draws = [self._source.draw() for _ in range(self._wanted)]
     drawn = [draw for draw in draws if draw is not None]
+    tasks = [of_epoch(self._tasks[d.task_id], d.epoch) for d in drawn]
     size = self._config.rl.group_size
     jobs = [
       Job(
-        task=self._tasks[draw.task_id],
+        task=task,
         rollout_index=i,
-        seed=derive_seed(self._config.seed, draw.task_id, i, version),
+        seed=derive_seed(self._config.seed, task.task_id, i, version),
       )
-      for draw in drawn
+      for task in tasks
       for i in range(size)
     ]
     episodes = self._rollout(jobs)
@@ -145,7 +148,7 @@ class LocalGroups(GroupSource):
         continue
       group = Group(
         group_id=f"{draw.number}/{draw.task_id}",
-        task=self._tasks[draw.task_id],
+        task=tasks[n],
         episodes=whole,
       )
       self._source.measure(draw.task_id, float(np.mean(group.rewards)))

@@ -187,7 +187,9 @@ def test_groups_are_what_a_run_in_one_process_makes():
       lease.task_id for lease in queue.leased[:4]
     ]
     tokens = 0
+    epochs = {lease.task_id: lease.epoch for lease in queue.leased}
     for group in queue.delivered:
+      assert group.task.provenance["epoch"] == epochs[group.task.task_id]
       assert [e.rollout_index for e in group.episodes] == [*range(SIZE)]
       for i, e in enumerate(group.episodes):
         assert e.seed == derive_seed(7, group.task.task_id, i, 0)

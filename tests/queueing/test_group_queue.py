@@ -251,7 +251,13 @@ def test_the_end_waits_for_what_is_still_rolled_out():
 def test_a_queue_that_knows_no_run_says_so():
   queue = GroupQueue(lease_seconds=SECONDS)
   lease = Lease(
-    lineage="a", number=0, attempt=1, task_id="t0", group_size=2, version=0
+    lineage="a",
+    number=0,
+    attempt=1,
+    task_id="t0",
+    epoch=0,
+    group_size=2,
+    version=0,
   )
   for ask in (
     lambda: queue.take(0, 0),

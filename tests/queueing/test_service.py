@@ -32,7 +32,13 @@ from tests.queueing.queue_serving import (
 )
 
 LEASE = Lease(
-  lineage="first", number=0, attempt=1, task_id="t0", group_size=2, version=0
+  lineage="first",
+  number=0,
+  attempt=1,
+  task_id="t0",
+  epoch=0,
+  group_size=2,
+  version=0,
 )
 
 
@@ -410,6 +416,11 @@ def test_lines_are_unpacked_as_they_were_packed(lines):
 def test_starts_arrive_as_they_were():
   given_start = start(
     skip_below=0.25, groups=(group(LEASE),), ledger={"source": {}, "open": []}
+  )
+  (source,) = given_start.sources
+  levels = tuple(n % 3 for n in range(len(source.task_ids)))
+  given_start = dataclasses.replace(
+    given_start, sources=(dataclasses.replace(source, levels=levels),)
   )
   body = messages.pack_json(messages.start_to_json(given_start))
   body += messages.pack_group(given_start.groups[0])

@@ -1,6 +1,7 @@
 """Order, shares, epochs, positions and what is left out."""
 
 import collections
+import dataclasses
 import itertools
 import math
 
@@ -223,3 +224,48 @@ def test_tasks_are_mixed_by_where_they_came_from():
     mixed(tasks, {"c": 1.0})
   with pytest.raises(ValueError, match="occurs twice"):
     mixed([*tasks, tasks[0]], {})
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 99))
+def test_lower_levels_come_first_in_every_epoch(levels, seed):
+  ids = tuple(map(str, range(len(levels))))
+  one = dataclasses.replace(of(*ids), levels=tuple(levels))
+  tasks = TaskSource([one], seed=seed)
+  for epoch in range(2):
+    found = draws(tasks, len(ids))
+    assert {d.epoch for d in found} == {epoch}
+    assert sorted(d.task_id for d in found) == sorted(ids)
+    reached = [levels[int(d.task_id)] for d in found]
+    assert reached == sorted(levels)
+
+
+def test_tasks_of_a_level_are_shuffled():
+  ids = tuple(map(str, range(6)))
+  one = dataclasses.replace(of(*ids), levels=(1, 1, 1, 0, 0, 0))
+  orders = {
+    tuple(d.task_id for d in draws(TaskSource([one], seed=seed), 6))
+    for seed in range(40)
+  }
+  # 3! · 3! there are; 40 draws of them find 24 on average.
+  assert len(orders) > 12
+
+
+def test_levels_are_of_each_task():
+  one = dataclasses.replace(of("a", "b"), levels=(1,))
+  with pytest.raises(ValueError, match="2 tasks and 1 levels"):
+    TaskSource([one], seed=0)
+
+
+def test_a_curriculum_goes_by_hops():
+  tasks = [
+    Task(task_id=f"{n}", prompt="", truth={}, provenance={"hops": hops})
+    for n, hops in enumerate((3, 1, 2))
+  ]
+  (found,) = mixed(tasks, {}, "hops")
+  assert found.levels == (3, 1, 2)
+  assert [d.task_id for d in draws(TaskSource([found], seed=0), 3)] == [
+    *("1", "2", "0")
+  ]
+  tasks.append(Task(task_id="x", prompt="", truth={}))
+  with pytest.raises(ValueError, match=r"'x' has provenance\['hops'\] None"):
+    mixed(tasks, {}, "hops")

@@ -209,3 +209,24 @@ class TestReward:
     reward = search.SearchReward()(task(FACTS), made)
     assert 0.0 <= reward.total <= 2.0
     assert reward == search.SearchReward()(task(FACTS), made)
+
+
+def test_beta_is_annealed_from_epoch_to_epoch():
+  # 4 to 2 in four epochs: 4, 3.5, 3, 2.5, 2, 2.
+  reward = search.SearchReward(beta=4, final_beta=2, beta_epochs=4)
+  done = episode(answer=["a", "x"], encountered=["a", "x"])
+  for epoch, beta in enumerate((4, 3.5, 3, 2.5, 2, 2)):
+    drawn = dataclasses.replace(task(), provenance={"epoch": epoch})
+    parts = reward(drawn, done).parts
+    assert parts["f_beta"] == search.f_beta(1 / 2, 1 / 3, beta)
+  # One that isn't trained on is scored alike at any time.
+  assert reward(task(), done).parts["f_beta"] == search.f_beta(1 / 2, 1 / 3, 4)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("final_beta", 0), ("final_beta", float("nan")), ("beta_epochs", 0)],
+)
+def test_what_beta_can_t_be_annealed_by_is_refused(field, value):
+  with pytest.raises(ValueError, match=field):
+    search.SearchReward(**{field: value})

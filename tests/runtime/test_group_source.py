@@ -71,6 +71,14 @@ def test_each_task_once_an_epoch_by_seeds_of_the_version(config):
         assert episode.seed == right
 
 
+def test_rewards_see_the_epoch(config):
+  source = local(config, count=3)
+  for epoch in range(3):
+    for group in source.take(epoch + 1, 0).groups:
+      assert group.task.provenance["epoch"] == epoch
+      assert group.task.provenance["source"] in ("even", "odd")
+
+
 def test_a_position_is_gone_on_from(config):
   whole, first, second = local(config), local(config), local(config)
   wanted = [names(whole.take(step, 0)) for step in range(1, 7)]

@@ -184,7 +184,13 @@ def test_asked_to_stop_all_its_processes_commit(folder):
 
 def test_what_is_sent_comes_back():
   lease = Lease(
-    lineage="x", number=4, attempt=1, task_id="t0", group_size=2, version=2
+    lineage="x",
+    number=4,
+    attempt=1,
+    task_id="t0",
+    epoch=0,
+    group_size=2,
+    version=2,
   )
   batch = Batch(
     groups=(leased_groups.group(lease),),

@@ -216,6 +216,8 @@ def _make_task(
     split=split,
     provenance={
       "source_chunks": [all_chunks[clue.source].chunk_id for clue in clues],
+      "source": f"clues_{len(clues)}",
+      "hops": len(clues),
       "seed": seed,
       "generator": GENERATOR,
     },
