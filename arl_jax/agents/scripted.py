@@ -33,6 +33,7 @@ class ScriptConfig:
       words from anywhere in the question.
     run: words of such a run at most.
     largest_answer: ids in an answer.
+    largest_prune: ids in a prune.
   """
 
   search: float = 0.5
@@ -44,6 +45,7 @@ class ScriptConfig:
   whole_clue: float = 0.5
   run: int = 4
   largest_answer: int = 4
+  largest_prune: int = 3
 
   def validate(self) -> None:
     """Raises ValueError naming the field that can't be."""
@@ -55,7 +57,7 @@ class ScriptConfig:
     for name in ("parallel", "whole_clue"):
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(f"script.{name} is {getattr(self, name)}, not 0..1")
-    for name in ("run", "largest_answer"):
+    for name in ("run", "largest_answer", "largest_prune"):
       if getattr(self, name) < 1:
         raise ValueError(f"script.{name} is {getattr(self, name)}, not >= 1")
 
@@ -152,7 +154,7 @@ class ScriptedSearcher:
       return ToolCall(name="grep_corpus", argument=draw.choice(words))
     if action == "read":
       return ToolCall(name="read_document", argument=draw.choice(in_view))
-    pruned = " ".join(self._some(in_view, 3))
+    pruned = " ".join(self._some(in_view, self._config.largest_prune))
     return ToolCall(name="prune_chunks", argument=pruned)
 
   def _some(self, things: list[str], most: int) -> list[str]:

@@ -27,7 +27,8 @@ _CSS = """
 @media (prefers-color-scheme: dark) { :root { --page: #12161b; --card: #1b2128;
   --ink: #dde3ea; --soft: #98a4b3; --line: #313a45; --accent: #8fb0ff;
   --grey: #6f7b89; --prompt: #2a323c; --sampled: #21407a; --tool: #4d3d15;
-  --forced: #42336a; --pruned: #ff9b8f; } }
+  --forced: #42336a; --pruned: #ff9b8f; }
+  .figure { filter: invert(1) hue-rotate(180deg); } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }

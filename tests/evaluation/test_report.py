@@ -171,8 +171,7 @@ def test_nothing_is_fetched(tmp_path):
   text, page = write(tmp_path, metrics=metrics)
   assert "default-src 'none'" in text
   sources = [v for k, v in page.attributes if k in ("src", "srcset", "href")]
-  # One picture for each colour scheme.
-  assert len(sources) == 2
+  assert len(sources) == 1
   assert all(v.startswith("data:image/png;base64,") for v in sources)
   assert not re.search(r"url\(|@import|https?://", text)
 

@@ -119,7 +119,12 @@ def kill_at_some_moment(process, run_dir, moment, draw):
 
 
 @pytest.mark.parametrize(
-  "kind", ["sft", pytest.param("replay", marks=pytest.mark.nightly), "loop"]
+  "kind",
+  [
+    pytest.param("sft", marks=pytest.mark.nightly),
+    pytest.param("replay", marks=pytest.mark.nightly),
+    "loop",
+  ],
 )
 def test_killed_at_random_moments_it_ends_in_the_same_bits(
   kind, folder, request

@@ -233,6 +233,7 @@ def test_rollouts_alone_are_recorded_and_nothing_learned(folder, config):
   assert (run_dir / "report.html").exists()
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_commits_and_goes_on(folder, config):
   run_dir = folder / "stopped"
   process = many(config, run_dir, "--config.rl.max_staleness=1")

@@ -119,6 +119,7 @@ def folder(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_amid_a_run_it_learns_what_one_process_learns(
   folder, monkeypatch
 ):

@@ -30,7 +30,7 @@ _ALWAYS_ALLOWED_FREQUENCY = 4
 _MAX_FACT_CHUNKS = 3
 _MAX_RANK = 3
 # Draws for each task asked before the corpus is called too small.
-_DRAWS_PER_TASK, _MIN_DRAWS = 20, 2000
+_DRAWS_PER_TASK, _MIN_DRAWS = 100, 2000
 
 _WORD = re.compile(r"\w+")
 _PLAIN = re.compile(rf"[a-z]{{{_MIN_LETTERS},}}")

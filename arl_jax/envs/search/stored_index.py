@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -98,14 +99,28 @@ class StoredIndex:
     """
     if limit < 1:
       return []
-    query = query[:MAX_QUERY_CHARS]
     excluded = set()
     for chunk_id in exclude:
       try:
         excluded.add(self.corpus.position(chunk_id))
       except KeyError:
         continue
-    depth = max(limit, DEPTH)
+    rankings = self.rankings(query, excluded, max(limit, DEPTH))
+    return [
+      Hit(self.corpus.chunk_id(i), score) for i, score in fuse(rankings, limit)
+    ]
+
+  def rankings(
+    self, query: str, excluded: AbstractSet[int], depth: int
+  ) -> tuple[list[int], list[int]]:
+    """Positions of the best chunks by BM25, and by inner products.
+
+    Args:
+      query: its first 1,024 characters and 32 distinct terms count.
+      excluded: positions that aren't ranked.
+      depth: positions of each ranking at most.
+    """
+    query = query[:MAX_QUERY_CHARS]
     (vector,) = self._embedder([query])
     scan = _Scan(self._shards, self.corpus.row_starts, vector, self._helpers)
     lexical = self._lexicon.rank(query, excluded, depth)
@@ -116,10 +131,7 @@ class StoredIndex:
       excluded,
       depth,
     )
-    return [
-      Hit(self.corpus.chunk_id(i), score)
-      for i, score in fuse((lexical, dense), limit)
-    ]
+    return lexical, dense
 
   def _vectors(self, positions: np.ndarray) -> np.ndarray:
     """[n, dim] of chunks."""
