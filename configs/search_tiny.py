@@ -16,9 +16,10 @@ def get_config() -> Config:
   config.tasks.hops, config.tasks.train = 4, 1000
   config.search.handles, config.search.results = 64, 8
   agent = config.agent
-  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 240, 120, 150
-  agent.observation_tokens, agent.max_turns = 80, 14
+  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 280, 140, 160
+  agent.observation_tokens, agent.message_tokens = 80, 36
+  agent.max_turns = 14
   script = config.script
-  script.prune, script.answer, script.largest_prune = 0.3, 0.06, 8
-  config.rl.steps = 200
+  script.diligence, script.largest_prune = 0.85, 15
+  config.rl.steps = 120
   return config

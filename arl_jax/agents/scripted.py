@@ -1,4 +1,4 @@
-"""A scripted searcher: skilled in every action, at random in its choices.
+"""A scripted searcher: skilled in every action, more or less at random.
 
 It meets `PolicyClient`, so that the harness turns its play into episodes of
 exactly the form that a policy's rollouts have: what a policy is warmed up on.
@@ -16,6 +16,9 @@ from arl_jax.types import Sample, ToolCall
 
 _CLUE_BREAK = " ; "
 _HANDLE = re.compile(r"<[^\s<>]+>")
+_USAGE = re.compile(r"\[Token usage: ([\d,]+)/([\d,]+)\]")
+# Of the token budget; beyond it a plan prunes.
+_CROWDED = 0.5
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -23,6 +26,9 @@ class ScriptConfig:
   """How often the searcher does what.
 
   Attributes:
+    diligence: probability that a turn goes by the plan: search clue after clue,
+      prune what holds little of them once half of the budget is used, answer
+      with what is left. Other turns are drawn with the weights below.
     grep: weight of grepping for one word.
     read: weight of reading the document of a seen chunk.
     prune: weight of pruning seen chunks.
@@ -36,6 +42,7 @@ class ScriptConfig:
     largest_prune: ids in a prune.
   """
 
+  diligence: float = 0.0
   search: float = 0.5
   grep: float = 0.1
   read: float = 0.1
@@ -54,7 +61,7 @@ class ScriptConfig:
         raise ValueError(f"script.{name} is {getattr(self, name)}, not >= 0")
     if not (self.search > 0 or self.grep > 0):
       raise ValueError("script.search is 0 and so is grep: nothing can begin")
-    for name in ("parallel", "whole_clue"):
+    for name in ("diligence", "parallel", "whole_clue"):
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(f"script.{name} is {getattr(self, name)}, not 0..1")
     for name in ("run", "largest_answer", "largest_prune"):
@@ -83,6 +90,7 @@ class ScriptedSearcher:
     self._config = config
     self._random = random.Random(seed)
     self._turns = 0
+    self._asked: set[int] = set()
     self._handles = frozenset(handles)
 
   async def sample(
@@ -100,10 +108,13 @@ class ScriptedSearcher:
 
   def play(self, ids: Sequence[int], max_tokens: int) -> Sample:
     """The next message; log-probs are 0, the script is version 0."""
-    in_view = self._in_view(ids)
+    texts = self._renderer.observed(ids)
+    in_view = self._in_view(texts)
     self._turns += 1
+    diligent = self._random.random() < self._config.diligence
     for _ in range(8):
-      tokens = [*self._message(in_view), self._renderer.end]
+      said = self._plan(texts, in_view) if diligent else self._message(in_view)
+      tokens = [*said, self._renderer.end]
       if len(tokens) <= max_tokens:
         break
     n = min(len(tokens), max_tokens)
@@ -117,11 +128,48 @@ class ScriptedSearcher:
   async def close(self, session: str) -> None:
     """Holds nothing."""
 
-  def _in_view(self, ids: Sequence[int]) -> list[str]:
+  def _in_view(self, texts: Sequence[str]) -> list[str]:
     """Handles in tools' answers, not those in the script's own messages."""
-    texts = self._renderer.observed(ids)
     found = [name for text in texts for name in _HANDLE.findall(text)]
     return [name for name in dict.fromkeys(found) if name in self._handles]
+
+  def _plan(self, texts: Sequence[str], in_view: list[str]) -> list[int]:
+    kept = self._kept(texts)
+    surplus = [name for name in in_view if name not in kept]
+    if surplus and _used(texts) > _CROWDED:
+      pruned = " ".join(surplus[: self._config.largest_prune])
+      call = ToolCall(name="prune_chunks", argument=pruned)
+      return self._renderer.calls([call])
+    left = [n for n in range(len(self._clues)) if n not in self._asked]
+    if left and _used(texts) <= _CROWDED:
+      clue = self._random.choice(left)
+      self._asked.add(clue)
+      query = " ".join(self._clues[clue])
+      call = ToolCall(name="search_corpus", argument=query)
+      return self._renderer.calls([call])
+    answer = kept or (self._some(in_view, 1) if in_view else [])
+    text = " ".join(answer[: self._config.largest_answer])
+    return self._renderer.text(text)
+
+  def _kept(self, texts: Sequence[str]) -> list[str]:
+    """Of each clue asked for, what holds most of its words."""
+    shown = {}
+    for text in texts:
+      names = list(_HANDLE.finditer(text))
+      for name, after in zip(names, [*names[1:], None], strict=False):
+        end = after.start() if after else len(text)
+        if name.group() in self._handles:
+          shown[name.group()] = text[name.end() : end].lower()
+    kept = []
+    for clue in sorted(self._asked):
+      words = {
+        name: sum(word.lower() in text for word in self._clues[clue])
+        for name, text in shown.items()
+      }
+      best = max(words, key=words.__getitem__, default=None)
+      if best is not None and words[best]:
+        kept.append(best)
+    return list(dict.fromkeys(kept))
 
   def _message(self, in_view: list[str]) -> list[int]:
     config, draw = self._config, self._random
@@ -145,7 +193,9 @@ class ScriptedSearcher:
     words = [w for clue in self._clues for w in clue]
     if action == "search":
       if draw.random() < self._config.whole_clue:
-        query = draw.choice(self._clues)
+        clue = draw.randrange(len(self._clues))
+        self._asked.add(clue)
+        query = self._clues[clue]
       else:
         first = draw.randrange(len(words))
         query = words[first : first + draw.randint(1, self._config.run)]
@@ -160,3 +210,12 @@ class ScriptedSearcher:
   def _some(self, things: list[str], most: int) -> list[str]:
     n = self._random.randint(1, min(most, len(things)))
     return self._random.sample(things, n)
+
+
+def _used(texts: Sequence[str]) -> float:
+  """Share of the token budget, as the newest usage line says."""
+  lines = [line for text in texts for line in _USAGE.findall(text)]
+  if not lines:
+    return 0.0
+  used, budget = (int(number.replace(",", "")) for number in lines[-1])
+  return used / budget

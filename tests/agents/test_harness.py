@@ -52,7 +52,10 @@ CONFIG = AgentConfig(
 @functools.cache
 def renderer() -> Renderer:
   symbols = (*HANDLES, *TOOL_NAMES, *usage_symbols(CONFIG.token_budget))
-  texts = [d.text for d in DOCUMENTS] * 2 + ["[Token usage: 1/2] prune or"]
+  texts = [d.text for d in DOCUMENTS] * 2 + [
+    "[Token usage: 1/2] prune or",
+    "0123456789" * 9,
+  ]
   return Renderer(tok.Tokenizer.train(texts, vocab_size=180, symbols=symbols))
 
 
@@ -517,9 +520,13 @@ def test_a_prompt_longer_than_the_budget_is_not_sampled_from():
 
 
 class TestScripted:
-  def run(self, seed: int, config=CONFIG):
+  def run(self, seed: int, config=CONFIG, **script):
     script = ScriptedSearcher(
-      TASK.prompt, renderer(), ScriptConfig(), seed=seed, handles=HANDLES
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(**script),
+      seed=seed,
+      handles=HANDLES,
     )
     assert isinstance(script, PolicyClient)
     return asyncio.run(
@@ -539,6 +546,49 @@ class TestScripted:
       assert not bad
       used |= set(episode.outcome["calls"])
     assert used == set(TOOL_NAMES)
+
+  def test_a_plan_asks_for_each_clue_once_and_answers_with_what_holds_them(
+    self,
+  ):
+    wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
+    for seed in range(8):
+      episode = self.run(seed, wide, diligence=1.0)
+      assert episode.outcome["calls"] == ["search_corpus"] * 2
+      asked = [e.data["argument"] for e in events(episode, "tool_call")]
+      assert sorted(asked) == ["brown fox", "lazy dog"]
+      assert episode.stop_reason is StopReason.ANSWERED
+      # It holds the words of both, but not each snippet of it does.
+      assert "d0_0" in episode.outcome["answer"]
+      assert len(episode.outcome["answer"]) <= 2
+
+  def test_a_plan_prunes_what_it_would_not_answer_with(self):
+    marks = renderer().tokenizer.controls
+
+    def context(*results, used):
+      said = "".join(results) + f"[Token usage: {used}/9]"
+      encoded = renderer().tokenizer.encode(said)
+      return [marks[tok.TOOL], *encoded, marks[tok.END]]
+
+    script = ScriptedSearcher(
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(diligence=1.0),
+      seed=0,
+      handles=HANDLES,
+    )
+
+    def message(ids):
+      return renderer().parse(script.play(ids, 20).ids, TOOL_NAMES)
+
+    found = ("<c0> the brown fox", "<c1> fish swim", "<c2> lazy bears")
+    first, second = message([]), message(context(*found, used=4))
+    assert {c.argument for m in (first, second) for c in m.calls} == {
+      *TASK.prompt.split(" ; ")
+    }
+    pruning = message(context(*found, used=5))
+    assert pruning.calls == (ToolCall(name="prune_chunks", argument="<c1>"),)
+    # Nothing is left to prune or to ask for.
+    assert message(context(found[0], found[2], used=8)).final == "<c0> <c2>"
 
   def test_is_deterministic_by_seed(self):
     one, two, other = self.run(3), self.run(3), self.run(4)
