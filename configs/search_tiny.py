@@ -21,5 +21,7 @@ def get_config() -> Config:
   agent.max_turns = 14
   script = config.script
   script.diligence, script.largest_prune = 0.85, 15
-  config.rl.steps = 120
+  warm = config.warm_start
+  warm.steps, warm.optimizer.decay_steps = 1200, 1200
+  config.rl.steps = 100
   return config

@@ -142,9 +142,8 @@ class ScriptedSearcher:
       return self._renderer.calls([call])
     left = [n for n in range(len(self._clues)) if n not in self._asked]
     if left and _used(texts) <= _CROWDED:
-      clue = self._random.choice(left)
-      self._asked.add(clue)
-      query = " ".join(self._clues[clue])
+      self._asked.add(left[0])
+      query = " ".join(self._clues[left[0]])
       call = ToolCall(name="search_corpus", argument=query)
       return self._renderer.calls([call])
     answer = kept or (self._some(in_view, 1) if in_view else [])
