@@ -146,6 +146,23 @@ class ClusterConfig:
         raise ValueError(
           f"cluster.{name} has {address!r}, not like 10.0.0.8:7001"
         )
+    used: dict[str, str] = {}
+    for name, address in (
+      ("queue", urllib.parse.urlsplit(self.queue).netloc),
+      *(
+        ("replicas", urllib.parse.urlsplit(url).netloc)
+        for url in self.replica_urls
+      ),
+      ("coordinator", self.coordinator),
+      *(("server_coordinators", address) for address in given),
+    ):
+      if name.endswith(("coordinator", "coordinators")) and address in used:
+        raise ValueError(
+          f"cluster.{name} has {address!r}, which is that of"
+          f" cluster.{used[address]}, too; each needs a port of its own"
+        )
+      if address:
+        used[address] = name
 
 
 def _listed(text: str) -> tuple[str, ...]:

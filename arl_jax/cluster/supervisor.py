@@ -13,7 +13,8 @@ from arl_jax.cluster.config import ClusterConfig
 # Exit codes of a learner that was asked to stop, and of errors that its user
 # must mend.
 _INTERRUPTED = 130
-_KNOWN_ERRORS = (1, 2)
+_USAGE = 2
+_KNOWN_ERRORS = (1, _USAGE)
 # Seconds before a process is started again: from the first to the last of
 # these, doubled each time it ends within as many seconds as the third.
 _WAITS, _HEALTHY_SECONDS = (1.0, 30.0), 60.0
@@ -257,7 +258,7 @@ class Supervisor:
     if code in _KNOWN_ERRORS and process.starts == 1 and not process.killed:
       # Errors of configurations and folders come before anything else; at the
       # second start a learner would go on with a run that it didn't make.
-      early = process.seen is None
+      early = process.seen is None or code == _USAGE
       if process in self._learners:
         early = lived < self._cluster.stall_seconds
       if early:

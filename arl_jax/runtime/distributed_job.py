@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import signal
 import sys
+import threading
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -14,6 +18,7 @@ from jax._src import distributed
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.observability import provenance
 from arl_jax.serving.config import is_loopback
+from arl_jax.serving.listening import listen
 
 _DEADLINE, _MISSING = "DEADLINE_EXCEEDED", "NOT_FOUND"
 
@@ -29,6 +34,7 @@ class Member:
     count: of the job's processes.
     field: that says how many there are.
     coordinator: where the first one has the others find it.
+    coordinator_field: that says so.
   """
 
   job: str
@@ -37,6 +43,7 @@ class Member:
   count: int
   field: str
   coordinator: str
+  coordinator_field: str
 
   def name(self, index: int) -> str:
     """Of any process of the job."""
@@ -115,9 +122,13 @@ def join(member: Member, cluster: ClusterConfig) -> None:
   `cluster.lost_seconds`, at least 10.
 
   Raises:
-    ValueError: the accelerators' own order of hosts is another one.
+    ValueError: the others can't reach the first one where it listens, or the
+      accelerators' own order of hosts is another one.
+    OSError: something else has the first one's address.
   """
   index, count = member.index, member.count
+  if index == 0:
+    _check_address(member, cluster)
   seconds = math.ceil(cluster.patience)
   # What ends the process if nobody comes doesn't name what was waited for.
   print(
@@ -129,22 +140,51 @@ def join(member: Member, cluster: ClusterConfig) -> None:
   # It would take SIGTERM away from this program, which ends in order.
   jax.config.update("jax_enable_preemption_service", False)
   patience = math.ceil(max(cluster.lost_seconds, 10.0))
-  jax.distributed.initialize(
-    member.coordinator,
-    count,
-    index,
-    initialization_timeout=seconds,
-    heartbeat_timeout_seconds=patience,
-    shutdown_timeout_seconds=patience,
-    coordinator_bind_address=_bind_address(member, cluster),
-    cluster_detection_method="deactivate",
-  )
+  with _default_signals():
+    jax.distributed.initialize(
+      member.coordinator,
+      count,
+      index,
+      initialization_timeout=seconds,
+      heartbeat_timeout_seconds=patience,
+      shutdown_timeout_seconds=patience,
+      coordinator_bind_address=_bind_address(member, cluster),
+      cluster_detection_method="deactivate",
+    )
   if (jax.process_index(), jax.process_count()) != (index, count):
     raise ValueError(
       f"this is {member.name(index)}, of {member.field} {count}, but by its"
       f" accelerators this host is {jax.process_index()} of"
       f" {jax.process_count()}; start it as that one"
     )
+
+
+def _check_address(member: Member, cluster: ClusterConfig) -> None:
+  """That the coordinator, who says nothing of it, can listen and be reached."""
+  host = bind_host(member, cluster)
+  if is_loopback(host) and not is_loopback(member.host):
+    raise ValueError(
+      f"cluster.host is {host!r}, where nobody else can reach this process;"
+      f" {member.coordinator_field} {member.coordinator} needs the address of"
+      " an interface, or 0.0.0.0"
+    )
+  # Coordinators may share a port, and processes of one job would join another.
+  listen(host, _port(member), member.coordinator_field).close()
+
+
+@contextlib.contextmanager
+def _default_signals() -> Iterator[None]:
+  """Signals end the process at once: nothing else ends a wait in C++."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  numbers = (signal.SIGTERM, signal.SIGINT)
+  before = [(n, signal.signal(n, signal.SIG_DFL)) for n in numbers]
+  try:
+    yield
+  finally:
+    for number, handler in before:
+      signal.signal(number, handler)
 
 
 def leave() -> None:
@@ -157,9 +197,13 @@ def bind_host(member: Member, cluster: ClusterConfig) -> str:
   return member.host if is_loopback(member.host) else cluster.host
 
 
+def _port(member: Member) -> int:
+  return urllib.parse.urlsplit(f"//{member.coordinator}").port or 0
+
+
 def _bind_address(member: Member, cluster: ClusterConfig) -> str:
   host = bind_host(member, cluster)
-  port = urllib.parse.urlsplit(f"//{member.coordinator}").port
+  port = _port(member)
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -139,6 +139,7 @@ class LearnerHosts(JobHosts):
       count,
       "cluster.learners",
       cluster.coordinator,
+      "cluster.coordinator",
     )
     super().__init__(member, cluster, "learner.mesh")
     self._on_wait = on_wait

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.runtime import distributed_job
 from arl_jax.runtime.distributed_job import JobHosts
@@ -23,9 +24,14 @@ from arl_jax.serving.listening import listen
 
 _FIRST, _MADE = "arl/first", "arl/made"
 _LOOK_SECONDS = 1.0
-# Exit codes: of an error here, and of a process whose replica has lost another
-# one, which says nothing of what its user must mend.
-_KNOWN_ERROR, _LOST = 1, 3
+# Exit codes: of an error here, of one that every start meets, and of a process
+# whose replica has lost another one, which says nothing of what its user must
+# mend.
+_KNOWN_ERROR, _USAGE, _LOST = 1, 2, 3
+
+
+class Misconfigured(ValueError):
+  """What only shows once all hosts are there: another start won't help."""
 
 
 class ServerHosts(JobHosts):
@@ -85,6 +91,7 @@ class ServerHosts(JobHosts):
       count,
       "cluster.server_hosts",
       coordinators[self.replica] if count > 1 else "",
+      "cluster.server_coordinators",
     )
     super().__init__(member, cluster, "serve_mesh")
     self._on_wait = on_wait
@@ -95,6 +102,10 @@ class ServerHosts(JobHosts):
       distributed_job.leave()
       return
     # The others may be anywhere: an end in order would wait for them in vain.
+    if isinstance(error, Interrupted):
+      end_process("asked to stop before all hosts were there")
+    if isinstance(error, Misconfigured):
+      end_process(str(error), _USAGE)
     if not isinstance(error, ValueError | OSError):
       traceback.print_exception(error)
     end_process(str(error), _KNOWN_ERROR)

@@ -17,6 +17,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from arl_jax import sharding
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.cluster.heartbeat import Heartbeat
 from arl_jax.model import transformer
 from arl_jax.model.config import ModelConfig
@@ -25,8 +26,13 @@ from arl_jax.problems.problem import make_problem
 from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.scheduler_config import SchedulerConfig
 from arl_jax.rollout.slot_engine import SlotEngine
+from arl_jax.runtime import distributed_job
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.server_hosts import ServerHosts, end_process
+from arl_jax.runtime.server_hosts import (
+  Misconfigured,
+  ServerHosts,
+  end_process,
+)
 from arl_jax.serving.assembly import engine_mesh, scheduler_maker
 from arl_jax.serving.config import ServingConfig
 from arl_jax.serving.follower import Follower
@@ -54,17 +60,27 @@ def run(config: Config, index: int, should_stop: Callable[[], bool]) -> None:
 
   Raises:
     ValueError: a field that can't be.
+    Interrupted: it was asked to stop before there were all hosts.
     TimeoutError: no weights were published in time.
     OSError: the port is taken.
   """
   with contextlib.ExitStack() as stack:
     heartbeat = Heartbeat(config.cluster, "server", index)
     stack.enter_context(heartbeat)
-    hosts = ServerHosts(config.cluster, index, on_wait=heartbeat.progress)
+
+    def on_wait() -> None:
+      heartbeat.progress()
+      if should_stop():
+        raise Interrupted
+
+    hosts = ServerHosts(config.cluster, index, on_wait=on_wait)
     _address(config, hosts.replica)
     # Before anything else asks for the devices.
     stack.enter_context(hosts)
-    parts = _Parts(config, hosts)
+    try:
+      parts = _Parts(config, hosts)
+    except ValueError as error:
+      raise Misconfigured(str(error)) from error
     if hosts.first:
       _lead(config, hosts, parts, heartbeat, should_stop)
     else:
@@ -129,7 +145,12 @@ def _lead(
   def stops() -> bool:
     return should_stop() or service.load().state == "failed"
 
-  asyncio.run(_serve(server, service, heartbeat, stops))
+  def stopped() -> None:
+    # A thread that waits for other hosts would be waited for.
+    if followers is not None:
+      followers.stop_waiting()
+
+  asyncio.run(_serve(server, service, heartbeat, stops, stopped))
   if server.stuck:
     # An interpreter that ends under a running compiler crashes.
     logging.warning("the engine didn't stop in time; left as it was")
@@ -162,14 +183,20 @@ def _follow(
     heartbeat.count("idle_seconds", seconds)
     get_on()
 
-  Follower(
+  follower = Follower(
     SlotEngine(parts.model, config.engine, **parts.engine_given(config)),
     Subscriber(config.weights.folder, parts.like),
     hosts.link(),
     on_lost=end_process,
     on_idle=idle,
     on_call=get_on,
-  ).run()
+  )
+  follower.run()
+  if follower.busy:
+    # An interpreter that ends would wait for it.
+    distributed_job.leave()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _address(config: Config, replica: int) -> urllib.parse.SplitResult:
@@ -240,11 +267,13 @@ async def _serve(
   service: Service,
   heartbeat: Heartbeat,
   should_stop: Callable[[], bool],
+  stopped: Callable[[], None],
 ) -> None:
   watching = asyncio.create_task(_watch(service, heartbeat))
   try:
     await server.run(should_stop)
   finally:
+    stopped()
     watching.cancel()
     with contextlib.suppress(asyncio.CancelledError):
       await watching

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from absl import logging
@@ -53,6 +53,7 @@ class Follower:
     self._on_lost, self._on_idle, self._on_call = on_lost, on_idle, on_call
     self._calls: queue.Queue[calls.Call] = queue.Queue(_MOST_AHEAD)
     self._weights: dict[int, Weights] = {}
+    self._fetches: dict[int, Future[None]] = {}
     # One thread, so that nothing is dropped before it has come.
     self._fetching = ThreadPoolExecutor(1, "weights")
     self._state: Any = None
@@ -78,8 +79,14 @@ class Follower:
         self._obey(call)
         self._on_call()
     finally:
-      self._fetching.shutdown(cancel_futures=True)
+      # Whoever waits for this host can't wait for a folder, too.
+      self._fetching.shutdown(wait=False, cancel_futures=True)
       self._link.close()
+
+  @property
+  def busy(self) -> bool:
+    """Whether a version is being fetched, which may take any time."""
+    return any(not fetch.done() for fetch in self._fetches.values())
 
   def _listen(self) -> None:
     try:
@@ -96,9 +103,12 @@ class Follower:
   def _obey(self, call: calls.Call) -> None:
     engine = self._engine
     if isinstance(call, calls.Fetch):
-      self._fetching.submit(self._fetch, call)
+      self._fetches[call.weights] = self._fetching.submit(self._fetch, call)
     elif isinstance(call, calls.Drop):
-      self._fetching.submit(self._weights.pop, call.weights, None)
+      fetch = self._fetches.pop(call.weights, None)
+      # One that didn't begin leaves nothing, and isn't worth the time.
+      if fetch is None or not fetch.cancel():
+        self._fetching.submit(self._weights.pop, call.weights, None)
     elif isinstance(call, calls.Renew):
       # Two states may not fit.
       self._state = None

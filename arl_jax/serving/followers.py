@@ -45,7 +45,7 @@ class Followers:
     self._answers: dict[tuple[int, int], calls.Answer] = {}
     self._awaited: int | None = None
     self._changed = threading.Condition()
-    self._lost = self._ended = False
+    self._lost = self._ended = self._stopping = False
     self._listening = [
       threading.Thread(
         target=self._listen, args=(host, link), name="follower", daemon=True
@@ -95,12 +95,12 @@ class Followers:
 
     Raises:
       TimeoutError: names the hosts that said nothing.
-      ConnectionError: the replica has lost a host.
+      ConnectionError: the replica has lost a host, or stops.
     """
     hosts = range(1, len(self._links) + 1)
     limit = time.monotonic() + seconds
     with self._changed:
-      while not self._lost:
+      while not (self._lost or self._stopping):
         found = {
           host: self._answers[host, weights]
           for host in hosts
@@ -116,7 +116,15 @@ class Followers:
             " new weights"
           )
         self._changed.wait(left)
-    raise ConnectionError("the replica has lost a host")
+    raise ConnectionError(
+      "the replica has lost a host" if self._lost else "the replica stops"
+    )
+
+  def stop_waiting(self) -> None:
+    """Nobody needs new weights any more."""
+    with self._changed:
+      self._stopping = True
+      self._changed.notify_all()
 
   def give_up(self, why: str) -> None:
     """The hosts can't be kept in step any more."""

@@ -14,6 +14,8 @@ import struct
 import time
 from collections.abc import Callable
 
+from absl import logging
+
 from arl_jax.rollout import calls
 
 _LENGTH = struct.Struct("!I")
@@ -43,9 +45,14 @@ def receive(link: socket.socket) -> calls.Message:
   return calls.parse(_exactly(link, size))
 
 
-def _exactly(link: socket.socket, size: int) -> bytes:
+def _exactly(
+  link: socket.socket, size: int, limit: float | None = None
+) -> bytes:
+  """So many bytes, all of them before a time of the monotonic clock."""
   found = bytearray()
   while len(found) < size:
+    if limit is not None:
+      link.settimeout(max(limit - time.monotonic(), 1e-3))
     # Never more at once than has come, whatever the length says.
     part = link.recv(min(size - len(found), 1 << 16))
     if not part:
@@ -89,9 +96,10 @@ def accept(
           " connect"
         )
       with contextlib.suppress(TimeoutError):
-        link, _ = listener.accept()
+        link, peer = listener.accept()
         index = _let_in(link, key)
         if index is None or not 0 < index < count or index in found:
+          logging.warning("%s was not let in as a host of the replica", peer)
           link.close()
         else:
           found[index] = _ready(link)
@@ -105,10 +113,12 @@ def accept(
 def _let_in(link: socket.socket, key: bytes) -> int | None:
   """The index of the host that connected, None if it hasn't the key."""
   try:
+    limit = time.monotonic() + _HANDSHAKE_SECONDS
     link.settimeout(_HANDSHAKE_SECONDS)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     link.sendall(nonce)
-    index, theirs, proof = _HELLO.unpack(_exactly(link, _HELLO.size))
+    hello = _exactly(link, _HELLO.size, limit)
+    index, theirs, proof = _HELLO.unpack(hello)
     if not hmac.compare_digest(proof, _proof(key, b"asks", index, nonce)):
       return None
     link.sendall(_proof(key, b"answers", index, theirs))
@@ -138,7 +148,14 @@ def connect(
     theirs = _exactly(link, _NONCE_BYTES)
     proof = _proof(key, b"asks", index, theirs)
     link.sendall(_HELLO.pack(index, nonce, proof))
-    answer = _exactly(link, _NONCE_BYTES)
+    try:
+      answer = _exactly(link, _NONCE_BYTES)
+    except ConnectionResetError as error:
+      raise ConnectionRefusedError(
+        f"the replica's first host at {address[0]}:{address[1]} let this one"
+        " not in: is cluster.token_file the same on both, and is host"
+        f" {index} of the replica started once?"
+      ) from error
     if not hmac.compare_digest(answer, _proof(key, b"answers", index, nonce)):
       raise ConnectionRefusedError(
         f"who listens at {address[0]}:{address[1]} isn't the replica's first"

@@ -112,7 +112,9 @@ class Replica:
 def first_version(
   subscriber: Subscriber, seconds: float, poll_seconds: float
 ) -> Fetched:
-  """Waits for a first version.
+  """Waits for a first version that can be had.
+
+  What isn't there yet wherever it is read, or no longer, is looked for again.
 
   Args:
     subscriber: where from.
@@ -121,12 +123,18 @@ def first_version(
 
   Raises:
     TimeoutError: there was none.
-    ValueError, OSError: it can't be read.
+    ValueError: it is damaged, or of another model.
   """
-  limit = time.monotonic() + seconds
+  limit, failed = time.monotonic() + seconds, ""
   while True:
-    if subscriber.newest() is not None:
-      return subscriber.fetch()
+    try:
+      if subscriber.newest() is not None:
+        return subscriber.fetch()
+    except (MissingError, OSError) as error:
+      failed = f"; the last one failed: {error}"
+      logging.log_every_n_seconds(
+        logging.WARNING, "weights can't be taken yet: %s", 10, error
+      )
     logging.log_every_n_seconds(
       logging.INFO,
       "waiting up to %s s for weights to be published",
@@ -134,5 +142,7 @@ def first_version(
       seconds,
     )
     if time.monotonic() > limit:
-      raise TimeoutError(f"no weights were published within {seconds} s")
+      raise TimeoutError(
+        f"no weights were published within {seconds} s{failed}"
+      )
     time.sleep(poll_seconds)

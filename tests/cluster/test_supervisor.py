@@ -171,6 +171,13 @@ def test_known_errors_of_one_that_worked_before_are_no_reason_to_give_up():
   assert [r for n, _, r in world.starts if n == "learner-0"] == [False, True]
 
 
+def test_a_wrong_configuration_found_late_ends_the_run():
+  world = World(server_0=[(7.0, 2)])
+  world.look = lambda: [sign("server", 1.0)]
+  assert world.run() == 2
+  assert len(world.times("server-0")) == 1
+
+
 def test_a_learner_goes_on_only_with_a_folder_that_it_has_opened():
   world = World(learner_0=[(1.0, -9), (1.0, -9), (1.0, 0)])
   opened = iter([False, True])
@@ -622,6 +629,18 @@ def test_replicas_of_several_hosts_get_a_coordinator_each():
       r"server_coordinators has 1 addresses for cluster\.servers 2",
     ),
     ({"actors": 1, "server_coordinators": "http://a:1"}, "not like 10.0.0.8"),
+    (
+      {"actors": 1, "servers": 2, "server_coordinators": "a:1,a:1"},
+      r"server_coordinators has 'a:1', which is that of cluster\.server_coor",
+    ),
+    (
+      {"actors": 1, "server_coordinators": "a:1", "replicas": "http://a:1"},
+      r"which is that of cluster\.replicas, too",
+    ),
+    (
+      {"actors": 1, "coordinator": "a:1", "server_coordinators": "a:1"},
+      r"which is that of cluster\.coordinator, too",
+    ),
   ],
 )
 def test_replicas_that_cannot_be_are_refused(changes, says):

@@ -26,6 +26,7 @@ from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.server_hosts import ServerHosts
 from arl_jax.serving.client import RemoteClient
+from arl_jax.serving.listening import listen
 from arl_jax.sharding import make_mesh
 from arl_jax.weights import Publisher
 from launch import supervise
@@ -329,6 +330,22 @@ def pid_of(*words):
 def test_a_process_that_cannot_be_is_refused(changes, index, says):
   with pytest.raises(ValueError, match=says):
     ServerHosts(ClusterConfig(**changes), index)
+
+
+def test_an_address_that_cannot_be_listened_on_is_refused():
+  def enter(coordinator, **changes):
+    cluster = ClusterConfig(
+      actors=1, server_hosts=2, server_coordinators=coordinator, **changes
+    )
+    ServerHosts(cluster, 0).__enter__()
+
+  with pytest.raises(ValueError, match=r"cluster\.host is '127\.0\.0\.1'"):
+    enter("192.0.2.2:7001")
+  with contextlib.closing(listen("127.0.0.1", 0, "port")) as other:
+    port = other.getsockname()[1]
+    says = rf"cluster\.server_coordinators {port} of 127\.0\.0\.1 can't be had"
+    with pytest.raises(OSError, match=says):
+      enter(f"127.0.0.1:{port}")
 
 
 def test_a_mesh_without_devices_of_some_host_is_refused():

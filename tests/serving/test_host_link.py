@@ -83,6 +83,32 @@ def test_strangers_are_left_out_and_hold_nobody_up(listener, monkeypatch):
     link.close()
 
 
+def test_a_stranger_that_trickles_is_sent_away_in_time(listener, monkeypatch):
+  monkeypatch.setattr(host_link, "_HANDSHAKE_SECONDS", 0.3)
+  found = accepted(listener, 2)
+  stranger = socket.create_connection(listener.getsockname())
+  sent = 0
+  # A hello has 66 bytes: 13 seconds of this.
+  with stranger, contextlib.suppress(OSError):
+    for _ in range(66):
+      stranger.sendall(b"x")
+      sent += 1
+      time.sleep(0.2)
+  assert sent < 66
+  ours = connected(listener, 1)
+  for link in (ours, *found()):
+    link.close()
+
+
+def test_who_is_not_let_in_is_told_what_may_be_wrong(listener):
+  found = accepted(listener, 2)
+  with pytest.raises(ConnectionRefusedError, match=r"cluster\.token_file"):
+    connected(listener, 1, b"another key")
+  ours = connected(listener, 1)
+  for link in (ours, *found()):
+    link.close()
+
+
 def test_a_host_obeys_nobody_without_the_key(listener):
   def answer():
     link, _ = listener.accept()
@@ -178,6 +204,20 @@ def test_answers_to_earlier_questions_do_not_count(pair):
   third = pair.followers.fetch(9)
   with pytest.raises(TimeoutError, match=r"0 s for hosts \[1\]"):
     pair.followers.await_taken(third, 0.05)
+  assert not pair.lost
+
+
+def test_a_replica_that_stops_waits_for_nobody(pair):
+  number = pair.followers.fetch(1)
+
+  def wait():
+    with pytest.raises(ConnectionError, match="the replica stops"):
+      pair.followers.await_taken(number, 60.0)
+    return True
+
+  waited = in_background(wait)
+  pair.followers.stop_waiting()
+  assert waited()
   assert not pair.lost
 
 

@@ -5,10 +5,12 @@ import contextlib
 import threading
 import types
 
+import pytest
+
 from arl_jax.serving.metrics import Metrics
-from arl_jax.serving.replica import Replica
+from arl_jax.serving.replica import Replica, first_version
 from arl_jax.serving.service import Load
-from arl_jax.weights import Version
+from arl_jax.weights import MissingError, Version
 
 
 class Published:
@@ -65,6 +67,26 @@ async def until(true):
   async with asyncio.timeout(60):
     while not true():
       await asyncio.sleep(0.001)
+
+
+def test_a_first_version_that_is_not_there_yet_is_looked_for_again():
+  published = Published()
+  failures = [MissingError("no version 1"), OSError("no such host")]
+
+  def fetch():
+    if failures:
+      raise failures.pop()
+    return "fetched"
+
+  published.fetch, published.newest = fetch, lambda: version(1)
+  assert first_version(published, 60.0, 0.0) == "fetched"
+  failures[:] = [OSError("gone")] * 1000
+  with pytest.raises(TimeoutError, match="the last one failed: gone"):
+    first_version(published, 0.01, 0.0001)
+  # What no time mends.
+  failures[:] = [ValueError("another model")]
+  with pytest.raises(ValueError, match="another model"):
+    first_version(published, 60.0, 0.0)
 
 
 def test_a_chosen_version_stays():
