@@ -225,7 +225,7 @@ class _Run:
     room = self._room()
     if room < 0:
       return StopReason.CONTEXT_FULL
-    append(renderer.open_tool(), Role.FORCED)
+    append(renderer.open_tool(_first_tool(message)), Role.FORCED)
     for block in (b for o in observations for b in o.blocks):
       ids = renderer.block(block.text)
       if len(ids) > room:
@@ -249,7 +249,7 @@ class _Run:
     """
     renderer, budget = self._renderer, self._config.token_budget
     around = [
-      *renderer.open_tool(),
+      *renderer.open_tool(max(self._env.tool_names, key=len, default="")),
       *renderer.usage(budget, budget),
       *renderer.block(self._config.nudge),
       *renderer.close_tool(),
@@ -319,6 +319,12 @@ def _check_json(episode: Episode) -> None:
       f"the environment of {episode.task_id:.100} reports what isn't JSON:"
       f" {error}"
     ) from error
+
+
+def _first_tool(message: Message) -> str:
+  """Of those that a message calls; "" if there is none."""
+  tools = (call.name for call in message.calls if isinstance(call, ToolCall))
+  return next(tools, "")
 
 
 def _refusal(text: str) -> Observation:

@@ -113,8 +113,9 @@ class ScriptedSearcher:
     self._turns += 1
     diligent = self._random.random() < self._config.diligence
     for _ in range(8):
-      said = self._plan(texts, in_view) if diligent else self._message(in_view)
-      tokens = [*said, self._renderer.end]
+      tokens = (
+        self._plan(texts, in_view) if diligent else self._message(in_view)
+      )
       if len(tokens) <= max_tokens:
         break
     n = min(len(tokens), max_tokens)
@@ -148,7 +149,7 @@ class ScriptedSearcher:
       return self._renderer.calls([call])
     answer = kept or (self._some(in_view, 1) if in_view else [])
     text = " ".join(answer[: self._config.largest_answer])
-    return self._renderer.text(text)
+    return self._renderer.answer(text)
 
   def _kept(self, texts: Sequence[str]) -> list[str]:
     """Of each clue asked for, what holds most of its words."""
@@ -181,7 +182,7 @@ class ScriptedSearcher:
     (action,) = draw.choices(list(weights), list(weights.values()))
     if action == "answer":
       text = " ".join(self._some(in_view, config.largest_answer))
-      return self._renderer.text(text)
+      return self._renderer.answer(text)
     calls = [self._call(action, in_view)]
     if action == "search" and draw.random() < config.parallel:
       calls.append(self._call(action, in_view))

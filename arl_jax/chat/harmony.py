@@ -40,7 +40,7 @@ _FUNCTIONS = (
   "\nCalls to these tools must go to the commentary channel: 'functions'."
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S*)")
-_NAMESPACE = "functions."
+NAMESPACE = "functions."
 _Kind = Literal["content", "reasoning", "call", "malformed"]
 _KINDS: dict[str, _Kind] = {
   "analysis": "reasoning",
@@ -152,7 +152,7 @@ class HarmonyFormat(ReplyReader):
       elif message.role == "assistant":
         ids += self._assistant(message)
       elif message.role == "tool":
-        author = f"{_NAMESPACE}{message.name} to=assistant"
+        author = f"{NAMESPACE}{message.name} to=assistant"
         ids += self._message(author, message.content, channel="commentary")
       else:
         text = f"# Instructions\n\n{message.content}"
@@ -171,7 +171,7 @@ class HarmonyFormat(ReplyReader):
       ids += [
         *self._open(),
         self._marks[CHANNEL],
-        *self._encode(f"commentary to={_NAMESPACE}{call.name} "),
+        *self._encode(f"commentary to={NAMESPACE}{call.name} "),
         self._marks[CONSTRAIN],
         *self._encode("json"),
         self._marks[MESSAGE],
@@ -283,7 +283,7 @@ class HarmonyParser(StreamParser):
         problem = problem or "the form of a call must be json"
     elif words[1:] or form:
       problem = "a channel's name must be one word"
-    self._name = recipients[0].removeprefix(_NAMESPACE) if recipients else ""
+    self._name = recipients[0].removeprefix(NAMESPACE) if recipients else ""
     self._problem = problem
     if problem:
       self._kind = "malformed"
@@ -295,7 +295,7 @@ class HarmonyParser(StreamParser):
       return "no tools were offered"
     if len(recipients) > 1:
       return "a call of more than one tool"
-    if not recipients[0].startswith(_NAMESPACE):
+    if not recipients[0].startswith(NAMESPACE):
       return "no such tool"
     if channel != "commentary":
       return "a call must be on the channel commentary"

@@ -34,17 +34,12 @@ class AgentRenderer(Protocol):
 
   Attributes:
     tokenizer: has `encode`, `decode`, `piece`, `count` and `vocab_size`.
-    end: id that ends a message of the policy.
   """
 
   tokenizer: Any
-  end: int
 
   @property
   def stop_ids(self) -> tuple[int, ...]: ...
-
-  def text(self, text: str) -> list[int]:
-    """Text of a message."""
 
   def block(self, text: str) -> list[int]:
     """A piece of an observation, which may go again as a whole."""
@@ -62,8 +57,12 @@ class AgentRenderer(Protocol):
   def open_turn(self) -> list[int]:
     """What stands before everything the policy samples."""
 
-  def open_tool(self) -> list[int]:
-    """What stands between a message of the policy and an observation."""
+  def open_tool(self, tool: str = "") -> list[int]:
+    """What stands between a message of the policy and an observation.
+
+    Args:
+      tool: that the message called first; "" if none that there is.
+    """
 
   def close(self) -> list[int]:
     """Ends a message of the policy that was cut off."""
@@ -75,7 +74,10 @@ class AgentRenderer(Protocol):
     """The line that says how full the context is."""
 
   def calls(self, calls: Sequence[ToolCall]) -> list[int]:
-    """A turn's calls as a policy would sample them, without the end mark."""
+    """A turn's calls as a policy would sample them, end mark included."""
+
+  def answer(self, text: str) -> list[int]:
+    """A final message as a policy would sample it, end mark included."""
 
   def parse(self, ids: Sequence[int], tools: Collection[str]) -> Message:
     """Parses a sampled message."""
@@ -117,7 +119,7 @@ class Renderer:
     """What stands before everything the policy samples."""
     return [self._assistant]
 
-  def open_tool(self) -> list[int]:
+  def open_tool(self, tool: str = "") -> list[int]:
     return [self._tool]
 
   def close(self) -> list[int]:
@@ -135,7 +137,10 @@ class Renderer:
     return [self._call, *name, *self.text(call.argument)]
 
   def calls(self, calls: Sequence[ToolCall]) -> list[int]:
-    return list(itertools.chain.from_iterable(map(self.call, calls)))
+    return [*itertools.chain.from_iterable(map(self.call, calls)), self.end]
+
+  def answer(self, text: str) -> list[int]:
+    return [*self.text(text), self.end]
 
   def observed(self, ids: Sequence[int]) -> list[str]:
     """Texts of the observations in a context."""

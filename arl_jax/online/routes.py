@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from arl_jax.chat.chatml_renderer import ChatMLRenderer
 from arl_jax.chat.pretrained import PretrainedTokenizer
+from arl_jax.chat.renderers import renderer_of
 from arl_jax.envs.search.environment import SearchEnvironment
 from arl_jax.envs.search.reranker import EmbeddingReranker
 from arl_jax.envs.search.stored_index import StoredIndex
@@ -45,7 +45,7 @@ def routes(
   search = SearchAgent(
     ServiceClient(service),
     environment,
-    ChatMLRenderer(tokenizer, TOOLS, SYSTEM),
+    renderer_of(tokenizer, TOOLS, SYSTEM),
     agent.budgets,
     concurrency=agent.concurrency,
     seconds=agent.seconds,

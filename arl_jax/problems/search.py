@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from arl_jax.actors.config import ActorConfig
 from arl_jax.agents.harness import derive_seed
 from arl_jax.agents.scripted import ScriptedSearcher
-from arl_jax.chat.chatml_renderer import ChatMLRenderer
 from arl_jax.chat.pretrained import load_tokenizer
 from arl_jax.chat.renderer import AgentRenderer, Renderer, usage_symbols
+from arl_jax.chat.renderers import renderer_of
 from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.data.synthesis import synthesise
 from arl_jax.data.task_file import read_tasks
@@ -138,7 +138,7 @@ def _renderer(
 ) -> AgentRenderer:
   """Of a published model, or with a small tokenizer of its own."""
   if config.tokenizer:
-    return ChatMLRenderer(load_tokenizer(config.tokenizer), TOOLS, SYSTEM)
+    return renderer_of(load_tokenizer(config.tokenizer), TOOLS, SYSTEM)
   symbols = [*handles, *TOOL_NAMES]
   symbols += usage_symbols(config.agent.token_budget)
   tokenizer = Tokenizer.train(

@@ -301,7 +301,7 @@ _SMOKE = {
   "tasks.train": 200,
   "tasks.heldout": 24,
   "warm_start.episodes": 200,
-  "warm_start.steps": 40,
+  "warm_start.steps": 100,
   "warm_start.opening_steps": 10,
   "rl.steps": 3,
   "rl.tasks_per_step": 2,

@@ -43,12 +43,11 @@ class Player:
     turn = self.turns.get(session, 0)
     self.turns[session] = turn + 1
     message = self.messages[turn]
-    said = (
+    tokens = (
       self.renderer.calls([message])
       if isinstance(message, ToolCall)
-      else self.renderer.text(message)
+      else self.renderer.answer(message)
     )
-    tokens = [*said, self.renderer.end]
     assert len(tokens) <= max_tokens
     return Sample(
       ids=np.array(tokens, np.int32),
