@@ -1,10 +1,16 @@
 """Every field is checked by name before anything is written."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
+from arl_jax.rewards.search import SearchReward
 from arl_jax.runtime.config import Config
+from arl_jax.types import Task
+from configs import context1_gpt_oss_20b
+
+MODELS = pathlib.Path(__file__).parents[1] / "testdata" / "models"
 
 
 def set_field(config, path, value):
@@ -52,6 +58,10 @@ def test_the_default_resolves_to_itself():
     ("search.grep_limit", 0),
     ("search.max_answer", 0),
     ("search.beta", -1.0),
+    ("search.final_beta", 0.0),
+    ("search.beta_epochs", 0),
+    ("rl.order", "sorted"),
+    ("script.diligence", 1.5),
     ("agent.token_budget", 100),
     ("agent.max_turns", 0),
     ("agent.temperature", 0.0),
@@ -150,3 +160,27 @@ class TestSmoke:
   def test_no_configuration_shares_its_parts(self):
     Config(smoke=True).resolve()
     assert Config().rl.steps != 2
+
+
+def test_the_published_run_is_one_that_can_be():
+  """Its numbers are those of the report, or where it says none, our choice."""
+  config = context1_gpt_oss_20b.get_config()
+  config.checkpoint = str(MODELS / "gpt_oss")
+  config.resolve()
+  assert config.model.sinks
+  agent, search, rl = config.agent, config.search, config.rl
+  assert (agent.token_budget, agent.soft_threshold) == (32_768, 16_384)
+  assert (agent.hard_threshold, agent.max_turns) == (24_326, 128)
+  assert agent.nudge_mode == "vanish"
+  assert (rl.tasks_per_step, rl.group_size) == (128, 8)
+  assert (rl.substeps, rl.epochs, rl.max_staleness) == (4, 5, 0)
+  reward = SearchReward(
+    beta=search.beta,
+    final_beta=search.final_beta,
+    beta_epochs=search.beta_epochs,
+  )
+  task = Task(task_id="t", prompt="?", truth={}, provenance={"epoch": 4})
+  assert (reward.beta, reward.beta_of(task)) == (4.0, 2.0)
+  assert (search.grep_limit, search.max_answer) == (5, 30)
+  assert config.learner.loss == "cispo"
+  assert config.learner.row_length == agent.token_budget
