@@ -111,7 +111,8 @@ class ScriptedSearcher:
     texts = self._renderer.observed(ids)
     in_view = self._in_view(texts)
     self._turns += 1
-    diligent = self._random.random() < self._config.diligence
+    diligence = self._config.diligence
+    diligent = diligence > 0 and self._random.random() < diligence
     for _ in range(8):
       tokens = (
         self._plan(texts, in_view) if diligent else self._message(in_view)

@@ -201,8 +201,10 @@ def test_strictly_on_policy_it_gives_the_numbers_of_one_process(folder, config):
           assert s["behaviour_logp"] == pytest.approx(
             t["behaviour_logp"], abs=1e-5
           )
+  assert any("loss" in line for line in rl_lines(alone))
   for a, b in zip(rl_lines(alone), rl_lines(together), strict=True):
-    assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+    # A step whose groups have no signal updates nothing.
+    assert a.get("loss") == pytest.approx(b.get("loss"), abs=1e-4)
     assert b["staleness_max"] == 0
   # What was recorded leads to the same bits again.
   replayed = folder / "replayed"
