@@ -209,7 +209,8 @@ class StoredCorpus:
   def _place(self, doc_id: str) -> int:
     """Place of a document. Raises KeyError if there is none of that id."""
     try:
-      wanted = digest(doc_id)
+      # Without zeros at its end, as numpy gives such bytes.
+      wanted = digest(doc_id).rstrip(b"\0")
     except UnicodeEncodeError:
       raise KeyError(doc_id) from None
     i = int(_search(self.table.sums, wanted))

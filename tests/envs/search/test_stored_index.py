@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from arl_jax.envs.search import ranking
 from arl_jax.envs.search.corpus import Corpus
 from arl_jax.envs.search.embedders import named_embedder
+from arl_jax.envs.search.shards import digest
 from arl_jax.envs.search.stored_index import StoredIndex
 from tests.envs.search import corpora
 
@@ -64,6 +65,22 @@ class TestSearch:
     began = time.perf_counter()
     stored.search(query)
     assert time.perf_counter() - began < 1.0
+
+
+def test_every_chunk_is_found_by_its_id(tmp_path):
+  # One document of 256 has a digest that ends in a zero.
+  names = [f"{i}" for i in range(3000)]
+  zeros = [n for n in names if digest(f"{n}.txt").endswith(b"\0")]
+  assert zeros
+  (tmp_path / "source").mkdir()
+  for name in (*zeros, *names[:20]):
+    (tmp_path / "source" / f"{name}.txt").write_text(f"word number{name}")
+  corpora.build(tmp_path / "source", tmp_path / "out")
+  corpus = StoredIndex(tmp_path / "out").corpus
+  for i, chunk in enumerate(corpus.chunks):
+    assert corpus.position(chunk.chunk_id) == i
+    assert corpus.chunk(chunk.chunk_id) == chunk
+    assert corpus.chunks_of(chunk.doc_id) == (chunk,)
 
 
 class TestRank:
