@@ -222,7 +222,7 @@ class _Run:
       self._renderer,
       self._config,
     )
-    room = self._room()
+    room = self._room(message)
     if room < 0:
       return StopReason.CONTEXT_FULL
     append(renderer.open_tool(_first_tool(message)), Role.FORCED)
@@ -241,7 +241,7 @@ class _Run:
     append([*renderer.close_tool(), *renderer.open_turn()], Role.FORCED)
     return None
 
-  def _room(self) -> int:
+  def _room(self, message: Message) -> int:
     """Tokens that an observation may still add; negative if none fits.
 
     What is left holds the marks around it, the usage line, the nudge and a
@@ -249,7 +249,7 @@ class _Run:
     """
     renderer, budget = self._renderer, self._config.token_budget
     around = [
-      *renderer.open_tool(max(self._env.tool_names, key=len, default="")),
+      *renderer.open_tool(_first_tool(message)),
       *renderer.usage(budget, budget),
       *renderer.block(self._config.nudge),
       *renderer.close_tool(),
@@ -272,7 +272,7 @@ class _Run:
         calls.append(call)
     if not calls:
       return answers
-    budget = min(self._config.observation_tokens, self._room())
+    budget = min(self._config.observation_tokens, self._room(message))
     results = await self._env.execute(calls, max(budget, 0))
     for call, result in zip(calls, results, strict=True):
       kind = "malformed_call" if result.error else "tool_call"

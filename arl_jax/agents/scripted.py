@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arl_jax.chat.renderer import AgentRenderer
+from arl_jax.chat.renderer import AgentRenderer, read_usage
 from arl_jax.types import Sample, ToolCall
 
 _CLUE_BREAK = " ; "
 _HANDLE = re.compile(r"<[^\s<>]+>")
-_USAGE = re.compile(r"\[Token usage: ([\d,]+)/([\d,]+)\]")
 # Of the token budget; beyond it a plan prunes.
 _CROWDED = 0.5
 
@@ -136,14 +135,14 @@ class ScriptedSearcher:
     return [name for name in dict.fromkeys(found) if name in self._handles]
 
   def _plan(self, texts: Sequence[str], in_view: list[str]) -> list[int]:
-    kept = self._kept(texts)
+    kept, crowded = self._kept(texts), read_usage(texts) > _CROWDED
     surplus = [name for name in in_view if name not in kept]
-    if surplus and _used(texts) > _CROWDED:
+    if surplus and crowded:
       pruned = " ".join(surplus[: self._config.largest_prune])
       call = ToolCall(name="prune_chunks", argument=pruned)
       return self._renderer.calls([call])
     left = [n for n in range(len(self._clues)) if n not in self._asked]
-    if left and _used(texts) <= _CROWDED:
+    if left and not crowded:
       self._asked.add(left[0])
       query = " ".join(self._clues[left[0]])
       call = ToolCall(name="search_corpus", argument=query)
@@ -211,12 +210,3 @@ class ScriptedSearcher:
   def _some(self, things: list[str], most: int) -> list[str]:
     n = self._random.randint(1, min(most, len(things)))
     return self._random.sample(things, n)
-
-
-def _used(texts: Sequence[str]) -> float:
-  """Share of the token budget, as the newest usage line says."""
-  lines = [line for text in texts for line in _USAGE.findall(text)]
-  if not lines:
-    return 0.0
-  used, budget = (int(number.replace(",", "")) for number in lines[-1])
-  return used / budget

@@ -18,10 +18,7 @@ import re
 from collections.abc import Sequence
 
 from arl_jax.chat.format_renderer import FormatRenderer
-from arl_jax.chat.formats import format_of
 from arl_jax.chat.hermes import CALL, CALLED, END, START
-from arl_jax.chat.messages import Tool
-from arl_jax.chat.pretrained import PretrainedTokenizer
 from arl_jax.types import ToolCall
 
 _RESPONSE, _RESPONDED = "<tool_response>", "</tool_response>"
@@ -31,27 +28,17 @@ _ANSWERED = re.compile(f"{_RESPONSE}\n(.*?)\n{_RESPONDED}", re.DOTALL)
 class ChatMLRenderer(FormatRenderer):
   """Renders and parses with the tokenizer of a ChatML model."""
 
-  def __init__(
-    self, tokenizer: PretrainedTokenizer, tools: Sequence[Tool], system: str
-  ):
-    """Takes a tokenizer.
-
-    Args:
-      tokenizer: one with the marks of ChatML.
-      tools: that the policy may call.
-      system: what the policy is told before the question.
-
-    Raises:
-      ValueError: the tokenizer lacks these marks, or a tool has not exactly one
-        argument.
-    """
-    super().__init__(tokenizer, format_of(tokenizer, "qwen"), tools, system)
-    self._start = tokenizer.controls[START]
-    self.end = tokenizer.controls[END]
+  @property
+  def end(self) -> int:
+    """Ends every message."""
+    return self.tokenizer.controls[END]
 
   def open_turn(self) -> list[int]:
     """What stands before everything the policy samples."""
-    return [self._start, *self.tokenizer.encode("assistant\n")]
+    return [
+      self.tokenizer.controls[START],
+      *self.tokenizer.encode("assistant\n"),
+    ]
 
   def open_tool(self, tool: str = "") -> list[int]:
     """Follows the end mark of the policy's message."""
@@ -59,7 +46,7 @@ class ChatMLRenderer(FormatRenderer):
     encode = self.tokenizer.encode
     return [
       *encode("\n"),
-      self._start,
+      self.tokenizer.controls[START],
       *self._tagged(f"user\n{_RESPONSE}\n"),
     ]
 

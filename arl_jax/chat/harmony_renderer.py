@@ -31,10 +31,7 @@ from arl_jax.chat.harmony import (
   NAMESPACE,
   RETURN,
   START,
-  HarmonyFormat,
 )
-from arl_jax.chat.messages import Tool
-from arl_jax.chat.pretrained import PretrainedTokenizer
 from arl_jax.types import ToolCall
 
 # Who answers a message that called no tool that there is.
@@ -52,23 +49,6 @@ _ANSWERED = re.compile(
 class HarmonyRenderer(FormatRenderer):
   """Renders and parses with the tokenizer of gpt-oss."""
 
-  def __init__(
-    self, tokenizer: PretrainedTokenizer, tools: Sequence[Tool], system: str
-  ):
-    """Takes a tokenizer.
-
-    Args:
-      tokenizer: one with the marks of harmony.
-      tools: that the policy may call.
-      system: what the policy is told before the question.
-
-    Raises:
-      ValueError: the tokenizer lacks these marks, or a tool has not exactly one
-        argument.
-    """
-    super().__init__(tokenizer, HarmonyFormat(tokenizer), tools, system)
-    self._marks = {mark: tokenizer.controls[mark] for mark in MARKS}
-
   def open_turn(self) -> list[int]:
     """What stands before everything the policy samples."""
     return self._written(START, "assistant")
@@ -80,10 +60,10 @@ class HarmonyRenderer(FormatRenderer):
 
   def close(self) -> list[int]:
     """Ends a message of the policy that was cut off."""
-    return [self._marks[END]]
+    return self._written(END)
 
   def close_tool(self) -> list[int]:
-    return [self._marks[END]]
+    return self._written(END)
 
   def calls(self, calls: Sequence[ToolCall]) -> list[int]:
     """As a policy would sample the first one, which ends the message."""
@@ -99,7 +79,7 @@ class HarmonyRenderer(FormatRenderer):
     return [
       *self._written(CHANNEL, "final", MESSAGE),
       *self.tokenizer.encode(text),
-      self._marks[RETURN],
+      *self._written(RETURN),
     ]
 
   def observed(self, ids: Sequence[int]) -> list[str]:
@@ -111,6 +91,8 @@ class HarmonyRenderer(FormatRenderer):
     """Marks as such, texts as their tokens."""
     ids: list[int] = []
     for part in parts:
-      mark = self._marks.get(part)
-      ids += self.tokenizer.encode(part) if mark is None else [mark]
+      if part in MARKS:
+        ids.append(self.tokenizer.controls[part])
+      else:
+        ids += self.tokenizer.encode(part)
     return ids

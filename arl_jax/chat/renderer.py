@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from arl_jax.chat import tokenizer as tok
 from arl_jax.chat.replies import MalformedCall
 from arl_jax.types import ToolCall
+
+_USAGE = re.compile(r"\[Token usage: (\d+)/(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +198,12 @@ class Renderer:
 
 def usage_line(used: int, budget: int) -> str:
   return f"[Token usage: {used}/{budget}]"
+
+
+def read_usage(texts: Sequence[str]) -> float:
+  """Share of the token budget that the newest `usage_line` tells; 0 if none."""
+  found = _USAGE.findall(" ".join(texts))
+  return int(found[-1][0]) / int(found[-1][1]) if found else 0.0
 
 
 def usage_symbols(budget: int) -> tuple[str, ...]:

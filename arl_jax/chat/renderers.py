@@ -26,6 +26,9 @@ def renderer_of(
     ValueError: agents speak no format of this tokenizer's, or a tool has not
       exactly one argument.
   """
-  if format_of(tokenizer).name == "harmony":
-    return HarmonyRenderer(tokenizer, tools, system)
-  return ChatMLRenderer(tokenizer, tools, system)
+  chat_format = format_of(tokenizer)
+  if chat_format.name == "harmony":
+    return HarmonyRenderer(tokenizer, chat_format, tools, system)
+  # ChatML says nothing of tools; Qwen's way is what many models know.
+  chat_format = format_of(tokenizer, "qwen")
+  return ChatMLRenderer(tokenizer, chat_format, tools, system)

@@ -132,37 +132,30 @@ class ClusterConfig:
           f"cluster.{name} is {getattr(self, name)}, but without"
           " cluster.actors a run is one process; it must be 1"
         )
-    given = self.replica_coordinators
+    given, urls = self.replica_coordinators, self.replica_urls
     if given and len(given) != self.servers:
       raise ValueError(
         f"cluster.server_coordinators has {len(given)} addresses for"
         f" cluster.servers {self.servers}; give one for each, or none"
       )
+    taken = {urllib.parse.urlsplit(url).netloc: "replicas" for url in urls}
+    taken[urllib.parse.urlsplit(self.queue).netloc] = "queue"
     for name, address in (
       ("coordinator", self.coordinator),
       *(("server_coordinators", address) for address in given),
     ):
-      if address and not _is_host_and_port(address):
+      if not address:
+        continue
+      if not _is_host_and_port(address):
         raise ValueError(
           f"cluster.{name} has {address!r}, not like 10.0.0.8:7001"
         )
-    used: dict[str, str] = {}
-    for name, address in (
-      ("queue", urllib.parse.urlsplit(self.queue).netloc),
-      *(
-        ("replicas", urllib.parse.urlsplit(url).netloc)
-        for url in self.replica_urls
-      ),
-      ("coordinator", self.coordinator),
-      *(("server_coordinators", address) for address in given),
-    ):
-      if name.endswith(("coordinator", "coordinators")) and address in used:
+      if address in taken:
         raise ValueError(
           f"cluster.{name} has {address!r}, which is that of"
-          f" cluster.{used[address]}, too; each needs a port of its own"
+          f" cluster.{taken[address]}, too; each needs a port of its own"
         )
-      if address:
-        used[address] = name
+      taken[address] = name
 
 
 def _listed(text: str) -> tuple[str, ...]:

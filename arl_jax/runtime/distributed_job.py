@@ -184,7 +184,9 @@ def _default_signals() -> Iterator[None]:
     yield
   finally:
     for number, handler in before:
-      signal.signal(number, handler)
+      # None is one that Python doesn't know, and can't set again.
+      if handler is not None:
+        signal.signal(number, handler)
 
 
 def leave() -> None:

@@ -25,6 +25,9 @@ class Follower:
   """Makes the calls that the first host announces, in their order.
 
   Weights are fetched beside that: decoding goes on meanwhile, here as there.
+
+  Attributes:
+    busy: whether a version is being fetched, which may take any time.
   """
 
   def __init__(
@@ -56,6 +59,7 @@ class Follower:
     self._fetches: dict[int, Future[None]] = {}
     # One thread, so that nothing is dropped before it has come.
     self._fetching = ThreadPoolExecutor(1, "weights")
+    self.busy = False
     self._state: Any = None
 
   def run(self) -> None:
@@ -82,11 +86,6 @@ class Follower:
       # Whoever waits for this host can't wait for a folder, too.
       self._fetching.shutdown(wait=False, cancel_futures=True)
       self._link.close()
-
-  @property
-  def busy(self) -> bool:
-    """Whether a version is being fetched, which may take any time."""
-    return any(not fetch.done() for fetch in self._fetches.values())
 
   def _listen(self) -> None:
     try:
@@ -162,6 +161,7 @@ class Follower:
 
   def _fetch(self, call: calls.Fetch) -> None:
     answer: calls.Answer
+    self.busy = True
     try:
       fetched = self._subscriber.fetch(call.version)
       self._subscriber.verify(fetched.params)
@@ -171,6 +171,8 @@ class Follower:
     except Exception as error:
       logging.warning("version %d can't be taken: %s", call.version, error)
       answer = calls.Refused(call.weights, f"{type(error).__name__}: {error}")
+    finally:
+      self.busy = False
     try:
       self._link.sendall(host_link.frame(answer))
     except OSError as error:

@@ -5,11 +5,12 @@ import pathlib
 import pytest
 
 from arl_jax.chat.chatml_renderer import ChatMLRenderer
-from arl_jax.chat.messages import ChatMessage, Tool
-from arl_jax.chat.messages import ToolCall as ChatCall
+from arl_jax.chat.messages import Tool
 from arl_jax.chat.pretrained import load_tokenizer
+from arl_jax.chat.renderers import renderer_of
 from arl_jax.envs.search.tools import SYSTEM, TOOLS
 from arl_jax.types import ToolCall
+from tests.chat.agent_conversation import appended, rendered
 
 MODEL = (
   pathlib.Path(__file__).parents[2] / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def renderer():
-  return ChatMLRenderer(load_tokenizer(MODEL), TOOLS, SYSTEM)
+  found = renderer_of(load_tokenizer(MODEL), TOOLS, SYSTEM)
+  assert isinstance(found, ChatMLRenderer)
+  return found
 
 
 def reply(renderer, text):
@@ -31,42 +34,10 @@ def reply(renderer, text):
 
 
 def test_a_conversation_reads_as_the_chat_template_writes_it(renderer):
-  """Token for token, as the format's own renderer has the whole of it."""
-  call = ToolCall(name="search_corpus", argument="red fox")
-  answer = ["<c0> A fox is red.", "<c1> Dogs bark."]
-  ids = [
-    *renderer.prompt("Which animal is red?"),
-    *renderer.open_turn(),
-    *renderer.calls([call]),
-    *renderer.open_tool("search_corpus"),
-    *(i for text in answer for i in renderer.block(text)),
-    *renderer.usage(120, 448),
-    *renderer.close_tool(),
-    *renderer.open_turn(),
-  ]
-  whole = renderer._format.render(
-    [
-      ChatMessage(role="system", content=SYSTEM),
-      ChatMessage(role="user", content="Which animal is red?"),
-      ChatMessage(
-        role="assistant",
-        tool_calls=(
-          ChatCall(
-            id="c", name="search_corpus", arguments='{"query": "red fox"}'
-          ),
-        ),
-      ),
-      ChatMessage(
-        role="tool",
-        content="\n".join([*answer, "[Token usage: 120/448]"]),
-        tool_call_id="c",
-        name="search_corpus",
-      ),
-    ],
-    TOOLS,
-  )
-  decode = renderer.tokenizer.decode
-  assert decode(ids, skip_special=False) == decode(whole, skip_special=False)
+  def text(ids):
+    return renderer.tokenizer.decode(ids, skip_special=False)
+
+  assert text(appended(renderer)) == text(rendered(renderer))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +96,7 @@ def test_a_tool_with_two_arguments_is_refused(renderer):
     name="two", parameters={"type": "object", "properties": {"a": {}, "b": {}}}
   )
   with pytest.raises(ValueError, match="two has the arguments"):
-    ChatMLRenderer(renderer.tokenizer, [tool], "")
+    renderer_of(renderer.tokenizer, [tool], "")
 
 
 def test_a_prompt_tells_of_the_tools_that_there_are(renderer):

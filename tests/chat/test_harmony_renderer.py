@@ -7,8 +7,6 @@ import pytest
 
 from arl_jax.agents.harness import AgentConfig, run_episode
 from arl_jax.chat.harmony_renderer import HarmonyRenderer
-from arl_jax.chat.messages import ChatMessage
-from arl_jax.chat.messages import ToolCall as ChatCall
 from arl_jax.chat.renderers import renderer_of
 from arl_jax.envs.search.tools import SYSTEM, TOOLS
 from arl_jax.types import (
@@ -20,6 +18,7 @@ from arl_jax.types import (
   Task,
   ToolCall,
 )
+from tests.chat.agent_conversation import appended, rendered
 
 NAMES = [tool.name for tool in TOOLS]
 SEARCH = ToolCall(name="search_corpus", argument="red fox")
@@ -33,40 +32,17 @@ def renderer(harmony):
 
 
 def test_a_conversation_is_what_the_format_writes(renderer):
-  """Token for token, as the format's own renderer has the whole of it."""
-  answer = ["<c0> A fox is red.", "<c1> Dogs bark."]
-  ids = [
-    *renderer.prompt("Which animal is red?"),
-    *renderer.open_turn(),
-    *renderer.calls([SEARCH]),
-    *renderer.open_tool("search_corpus"),
-    *(i for text in answer for i in renderer.block(text)),
-    *renderer.usage(120, 448),
-    *renderer.close_tool(),
-    *renderer.open_turn(),
-  ]
-  call = ChatCall(
-    id="c", name="search_corpus", arguments='{"query": "red fox"}'
-  )
-  whole = renderer._format.render(
-    [
-      ChatMessage(role="system", content=SYSTEM),
-      ChatMessage(role="user", content="Which animal is red?"),
-      ChatMessage(role="assistant", tool_calls=(call,)),
-      ChatMessage(
-        role="tool",
-        content="\n".join([*answer, "[Token usage: 120/448]\n"]),
-        tool_call_id="c",
-        name="search_corpus",
-      ),
-    ],
-    TOOLS,
-  )
-  decode = renderer.tokenizer.decode
-  assert decode(ids, skip_special=False) == decode(whole, skip_special=False)
-  assert [i for i in ids if i in renderer._marks.values()] == [
-    i for i in whole if i in renderer._marks.values()
-  ]
+  tokenizer = renderer.tokenizer
+  ids, whole = appended(renderer), rendered(renderer, end="\n")
+
+  def text(ids):
+    return tokenizer.decode(ids, skip_special=False)
+
+  def marks(ids):
+    return [i for i in ids if i in tokenizer.controls.values()]
+
+  assert text(ids) == text(whole)
+  assert marks(ids) == marks(whole)
 
 
 @pytest.mark.parametrize(

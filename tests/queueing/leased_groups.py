@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from arl_jax.queueing.group_queue import Start
+from arl_jax.queueing.group_queue import Lease, Start
 from arl_jax.queueing.task_source import Source
 from arl_jax.types import (
   Episode,
@@ -39,6 +39,21 @@ def start(tasks=6, **changes):
     **changes,
   }
   return Start(**values)
+
+
+def a_lease(**changes):
+  """Of task "t0", the first of a run."""
+  values = {
+    "lineage": "first",
+    "number": 0,
+    "attempt": 1,
+    "task_id": "t0",
+    "epoch": 0,
+    "group_size": 2,
+    "version": 0,
+    **changes,
+  }
+  return Lease(**values)
 
 
 def group(lease, versions=None, rewards=(0.0, 1.0), tokens=3, **changes):

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
   rule,
 )
 
-from arl_jax.queueing.group_queue import GroupQueue, Lease, NotBegun
+from arl_jax.queueing.group_queue import GroupQueue, NotBegun
 from arl_jax.queueing.task_source import Source, TaskSource
-from tests.queueing.leased_groups import episode, group, start
+from tests.queueing.leased_groups import a_lease, episode, group, start
 
 SECONDS = 10.0
 
@@ -250,15 +250,7 @@ def test_the_end_waits_for_what_is_still_rolled_out():
 
 def test_a_queue_that_knows_no_run_says_so():
   queue = GroupQueue(lease_seconds=SECONDS)
-  lease = Lease(
-    lineage="a",
-    number=0,
-    attempt=1,
-    task_id="t0",
-    epoch=0,
-    group_size=2,
-    version=0,
-  )
+  lease = a_lease()
   for ask in (
     lambda: queue.take(0, 0),
     queue.waiting,

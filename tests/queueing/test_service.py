@@ -20,10 +20,10 @@ from arl_jax.cluster.config import ClusterConfig
 from arl_jax.queueing import messages
 from arl_jax.queueing import service as queue_service
 from arl_jax.queueing.client import ActorQueue, LearnerQueue, Superseded
-from arl_jax.queueing.group_queue import GroupQueue, Lease, NotBegun
+from arl_jax.queueing.group_queue import GroupQueue, NotBegun
 from arl_jax.queueing.service import address
 from arl_jax.serving.body import Malformed
-from tests.queueing.leased_groups import group, start
+from tests.queueing.leased_groups import a_lease, group, start
 from tests.queueing.queue_serving import (
   PATIENCE,
   config_of,
@@ -31,15 +31,7 @@ from tests.queueing.queue_serving import (
   serving,
 )
 
-LEASE = Lease(
-  lineage="first",
-  number=0,
-  attempt=1,
-  task_id="t0",
-  epoch=0,
-  group_size=2,
-  version=0,
-)
+LEASE = a_lease()
 
 
 # Making one takes a while.

@@ -17,7 +17,7 @@ from arl_jax.cluster.supervisor import Supervisor
 from arl_jax.model import transformer
 from arl_jax.observability import metrics
 from arl_jax.problems.problem import make_problem
-from arl_jax.queueing.group_queue import Batch, Lease
+from arl_jax.queueing.group_queue import Batch
 from arl_jax.runtime import learner_hosts
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.learner_hosts import LearnerHosts
@@ -184,15 +184,7 @@ def test_asked_to_stop_all_its_processes_commit(folder):
 
 
 def test_what_is_sent_comes_back():
-  lease = Lease(
-    lineage="x",
-    number=4,
-    attempt=1,
-    task_id="t0",
-    epoch=0,
-    group_size=2,
-    version=2,
-  )
+  lease = leased_groups.a_lease(number=4, version=2)
   batch = Batch(
     groups=(leased_groups.group(lease),),
     ledger={"source": {"drawn": 5}, "open": [[4, "t1"]]},
