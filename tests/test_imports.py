@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Lowest first. A module may import its own layer and those below.
 LAYERS = (
-  ("types", "observability", "chat", "sharding"),
+  ("types", "records", "observability", "chat", "sharding"),
   ("model", "losses"),
   ("checkpoints", "learner", "rollout", "weights"),
   ("serving",),
@@ -29,6 +29,7 @@ LAYERS = (
 LEVELS = {part: i for i, layer in enumerate(LAYERS) for part in layer}
 WITHOUT_JAX = (
   "types",
+  "records",
   "chat",
   "rollout.client",
   "serving.client",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.types import Role, StopReason
 
 
@@ -46,7 +46,7 @@ def task(**fields):
 
 
 def through_json(record):
-  return types.from_json(json.loads(json.dumps(types.to_json(record))))
+  return records.from_json(json.loads(json.dumps(records.to_json(record))))
 
 
 def assert_same_segment(a: types.Segment, b: types.Segment):
@@ -138,26 +138,26 @@ class TestJson:
 
   @pytest.mark.parametrize("record", [task(), episode(segment())])
   def test_a_record_says_version_and_kind(self, record):
-    data = types.to_json(record)
+    data = records.to_json(record)
     assert data["schema_version"] == types.SCHEMA_VERSION
     assert data["kind"] == type(record).__name__
 
   @pytest.mark.parametrize("version", [0, 2, None, "1"])
   def test_another_schema_version_is_refused(self, version):
-    data = {**types.to_json(task()), "schema_version": version}
+    data = {**records.to_json(task()), "schema_version": version}
     with pytest.raises(ValueError, match="schema_version"):
-      types.from_json(data)
+      records.from_json(data)
 
   def test_a_missing_schema_version_is_refused(self):
-    data = types.to_json(task())
+    data = records.to_json(task())
     del data["schema_version"]
     with pytest.raises(ValueError, match="schema_version None"):
-      types.from_json(data)
+      records.from_json(data)
 
   @pytest.mark.parametrize("kind", ["Segment", None, "", "Tasks", [], {}])
   def test_an_unknown_kind_is_refused(self, kind):
     with pytest.raises(ValueError, match="kind"):
-      types.from_json({**types.to_json(task()), "kind": kind})
+      records.from_json({**records.to_json(task()), "kind": kind})
 
   @pytest.mark.parametrize(
     "path",
@@ -187,7 +187,7 @@ class TestJson:
     }[path]
 
     def edited(edit):
-      data = json.loads(json.dumps(types.to_json(group)))
+      data = json.loads(json.dumps(records.to_json(group)))
       at = data
       for step in path:
         at = at[step]
@@ -195,9 +195,9 @@ class TestJson:
       return data
 
     with pytest.raises(ValueError, match=required):
-      types.from_json(edited(lambda at: at.pop(required)))
+      records.from_json(edited(lambda at: at.pop(required)))
     with pytest.raises(ValueError, match="surplus"):
-      types.from_json(edited(lambda at: at.update(surplus=1)))
+      records.from_json(edited(lambda at: at.update(surplus=1)))
 
   @pytest.mark.parametrize(
     ("field", "value"),
@@ -211,10 +211,10 @@ class TestJson:
     ],
   )
   def test_a_field_of_another_form_is_a_value_error(self, field, value):
-    data = types.to_json(episode(segment()))
+    data = records.to_json(episode(segment()))
     data[field] = value
     with pytest.raises(ValueError):  # noqa: PT011 - several messages
-      types.from_json(data)
+      records.from_json(data)
 
   @pytest.mark.parametrize(
     ("field", "value"),
@@ -229,15 +229,15 @@ class TestJson:
     ],
   )
   def test_an_array_that_would_be_changed_is_a_value_error(self, field, value):
-    data = types.to_json(episode(segment()))
+    data = records.to_json(episode(segment()))
     data["segments"][0][field] = value
     with pytest.raises(ValueError):  # noqa: PT011 - several messages
-      types.from_json(data)
+      records.from_json(data)
 
   @pytest.mark.parametrize("data", [[], None, "x", 3])
   def test_what_is_no_object_is_a_value_error(self, data):
     with pytest.raises(ValueError):  # noqa: PT011 - any message
-      types.from_json(data)
+      records.from_json(data)
 
 
 class TestSegment:

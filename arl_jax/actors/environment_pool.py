@@ -18,6 +18,7 @@ from absl import logging
 from arl_jax.actors import worker_messages as messages
 from arl_jax.actors.config import ActorConfig
 from arl_jax.actors.environments import within
+from arl_jax.records import to_json
 from arl_jax.types import (
   Environment,
   Episode,
@@ -25,7 +26,6 @@ from arl_jax.types import (
   Reward,
   Task,
   ToolCall,
-  to_json,
 )
 
 # Failed starts of a worker in a row, after which the pool gives up.

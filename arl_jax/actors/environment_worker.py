@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from absl import logging
 
-from arl_jax import types
+from arl_jax import records
 from arl_jax.actors import worker_messages as messages
 from arl_jax.actors.config import ActorConfig, from_json
 from arl_jax.actors.environments import LocalEnvironments
@@ -107,7 +107,7 @@ class _Worker:
     raise ValueError(f"unknown call {call!r}")
 
   async def _start(self, message: dict[str, Any]) -> dict[str, Any]:
-    task = types.from_json(message["task"])
+    task = records.from_json(message["task"])
     assert isinstance(task, Task)
     assert self._problem is not None
     environment = self._problem.environment(task, message["seed"])
@@ -116,8 +116,8 @@ class _Worker:
     return {"opening": opening, "tool_names": list(environment.tool_names)}
 
   async def _score(self, message: dict[str, Any]) -> dict[str, Any]:
-    task = types.from_json(message["task"])
-    episode = types.from_json(message["episode"])
+    task = records.from_json(message["task"])
+    episode = records.from_json(message["episode"])
     assert isinstance(task, Task)
     assert isinstance(episode, Episode)
     reward = await self._local.score(task, episode)

@@ -8,6 +8,7 @@ from typing import Any
 
 from arl_jax.agents.context import Context
 from arl_jax.chat.renderer import AgentRenderer, MalformedCall, Message
+from arl_jax.records import to_json
 from arl_jax.types import (
   Block,
   Environment,
@@ -19,7 +20,6 @@ from arl_jax.types import (
   StopReason,
   Task,
   ToolCall,
-  to_json,
 )
 
 # What a hard cutoff still allows (Context-1).

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.checkpoints import leaves, manifest
 from arl_jax.checkpoints.commit_folder import CommitFolder, best
 from arl_jax.checkpoints.failure import (
@@ -275,7 +275,7 @@ class CheckpointStore:
       "score": None if score is None else float(score),
       "record": _plain("record", record),
     }
-    return body, json.dumps([types.to_json(group) for group in queue])
+    return body, json.dumps([records.to_json(group) for group in queue])
 
   def _make_room(self, number: int, needed: int) -> bool:
     """Whether to write a commit of `needed` bytes; if so, there's room then."""
@@ -368,7 +368,7 @@ class CheckpointStore:
     queue = from_first(
       lambda: json.loads((self._folder[number] / _QUEUE).read_text())
     )
-    groups: Any = tuple(types.from_json(group) for group in queue)
+    groups: Any = tuple(records.from_json(group) for group in queue)
     lineage = tuple(body["lineage"])
     return Commit(number, state, body["record"], groups, lineage, ())
 

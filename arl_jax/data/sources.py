@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.data.json_lines import JsonLines
 
 KINDS = ("jsonl", "tfds", "groups")
@@ -45,7 +45,7 @@ class SourceConfig:
   Attributes:
     kind: "jsonl", an object with a list of messages on each line; "tfds", a
       folder that tensorflow-datasets has prepared as array_record; "groups", a
-      `types.Group` as `types.to_json` has it on each line.
+      `types.Group` as `records.to_json` has it on each line.
     path: of a file, a pattern such as `gs://bucket/part-*.jsonl`, or a folder
       (its *.jsonl files); of the folder with features.json for "tfds".
     weight: share of the mixture, relative to those of the other sources.
@@ -138,7 +138,7 @@ def _conversation(row: dict[str, Any], field: str) -> dict[str, Any]:
 def _group(
   row: dict[str, Any], check: Callable[[types.Group], None] | None
 ) -> dict[str, Any]:
-  group = types.from_json(row)
+  group = records.from_json(row)
   if not isinstance(group, types.Group):
     raise ValueError(
       f"field 'kind' is {type(group).__name__!r}, must be 'Group'"

@@ -12,7 +12,8 @@ from typing import Any
 from arl_jax.data.json_lines import JsonLines
 from arl_jax.envs.search.index import IndexCorpus
 from arl_jax.observability.run_directory import write_atomically
-from arl_jax.types import Task, from_json, to_json
+from arl_jax.records import from_json, to_json
+from arl_jax.types import Task
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_TASKS = 1_000_000

@@ -13,11 +13,12 @@ from arl_jax.evaluation.statistics import paired_difference
 from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import RunDirectory
 from arl_jax.problems.problem import Problem
+from arl_jax.records import from_json, to_json
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import GroupSource
 from arl_jax.runtime.learner_hosts import NOTHING, LearnerHosts, RunFolder
 from arl_jax.runtime.trainer import Trainer
-from arl_jax.types import Episode, Group, from_json, to_json
+from arl_jax.types import Episode, Group
 
 Summary = dict[str, Any]
 

@@ -15,8 +15,8 @@ from arl_jax.evaluation.report import write_report
 from arl_jax.observability import metrics
 from arl_jax.observability.live import planned
 from arl_jax.problems.problem import make_problem
+from arl_jax.records import from_json as record_from_json
 from arl_jax.types import Episode, Group, Task
-from arl_jax.types import from_json as record_from_json
 
 Labelled = tuple[str, Task, Episode]
 

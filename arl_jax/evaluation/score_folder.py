@@ -16,7 +16,8 @@ from arl_jax.evaluation.best import Best
 from arl_jax.evaluation.schedule import Published
 from arl_jax.evaluation.scores import NAME, ScoreLog, Scores
 from arl_jax.observability.run_directory import write_atomically
-from arl_jax.types import Group, to_json
+from arl_jax.records import to_json
+from arl_jax.types import Group
 from arl_jax.weights import Version
 
 

@@ -1,8 +1,8 @@
 """What queue, learner and actors tell each other, as JSON. Imports no jax.
 
 Messages with groups are lines of JSON, compressed by zstd: a header first, then
-each group as `types.to_json` gives it. Each line may be a frame of its own, so
-that what one process sent is handed on to another as it came.
+each group as `records.to_json` gives it. Each line may be a frame of its own,
+so that what one process sent is handed on to another as it came.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import zstandard
 from arl_jax.cluster.roster import ROLES, Beat
 from arl_jax.queueing.group_queue import Batch, Lease, Start
 from arl_jax.queueing.task_source import MAX_TASK_ID, Source
+from arl_jax.records import from_json as record_from_json
+from arl_jax.records import to_json as record_to_json
 from arl_jax.serving.body import Body, Malformed, kind, parse_object
 from arl_jax.types import Episode, Event, Group, Reward, Segment, Task
-from arl_jax.types import from_json as record_from_json
-from arl_jax.types import to_json as record_to_json
 
 # Content type of messages with groups.
 LINES = "application/x-ndjson+zstd"
@@ -131,7 +131,7 @@ def group_lines(lines: Iterator[bytes], count: int) -> Iterator[bytes]:
     )
 
 
-# Fields that `types.from_json` takes as they come.
+# Fields that `records.from_json` takes as they come.
 _TYPES: dict[type, dict[str, tuple[type, ...]]] = {
   Group: {"group_id": (str,)},
   Task: {

@@ -19,8 +19,9 @@ import numpy as np
 from arl_jax.queueing.client import Superseded
 from arl_jax.queueing.group_queue import Batch, Lease, Start
 from arl_jax.queueing.service import QueueService
+from arl_jax.records import to_json
 from arl_jax.serving.http_errors import HttpError
-from arl_jax.types import Episode, Group, Segment, to_json
+from arl_jax.types import Episode, Group, Segment
 
 # Name of the queue's process in the namespace of the run.
 QUEUE = "queue"

@@ -17,9 +17,10 @@ from arl_jax.actors.jobs import Interrupted
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.queueing import messages
 from arl_jax.queueing.group_queue import Batch
+from arl_jax.records import from_json, to_json
 from arl_jax.runtime import distributed_job
 from arl_jax.runtime.distributed_job import JobHosts
-from arl_jax.types import Episode, from_json, to_json
+from arl_jax.types import Episode
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Iterable
 
 from arl_jax.observability.run_directory import write_atomically
-from arl_jax.types import Group, from_json, to_json
+from arl_jax.records import from_json, to_json
+from arl_jax.types import Group
 
 
 def write(

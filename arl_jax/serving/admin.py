@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from arl_jax.records import to_json
 from arl_jax.serving.body import Body, parse_object
 from arl_jax.serving.http_errors import HttpError
 from arl_jax.serving.metrics import Metrics
@@ -17,7 +18,6 @@ from arl_jax.serving.recorder import Recording
 from arl_jax.serving.replica import Replica
 from arl_jax.serving.service import Service
 from arl_jax.serving.sessions import Sessions, UnknownSession, episode
-from arl_jax.types import to_json
 
 _DEAD = ("failed", "stopped")
 

@@ -1,7 +1,6 @@
 """Leases become groups, whatever dies meanwhile."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
@@ -9,168 +8,34 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
 
 from arl_jax.actors import role as actor_role
-from arl_jax.actors.config import ActorConfig
-from arl_jax.actors.environment_pool import EnvironmentPool
 from arl_jax.actors.environments import LocalEnvironments
-from arl_jax.actors.replicas import NoReplica, Replicas
+from arl_jax.actors.replicas import Replicas
 from arl_jax.actors.role import Actor
 from arl_jax.agents.harness import AgentConfig, derive_seed, run_episode
-from arl_jax.cluster.config import ClusterConfig
-from arl_jax.problems.search_config import CorpusConfig
 from arl_jax.queueing.client import LearnerQueue
-from arl_jax.queueing.group_queue import GroupQueue, Start
 from arl_jax.queueing.service import QueueService
-from arl_jax.queueing.task_source import Source
 from arl_jax.serving.client import RemoteClient
-from arl_jax.types import StopReason, ToolCall
+from arl_jax.types import StopReason
 from tests.actors import echo_problem
+from tests.actors.acting import (
+  PROBLEM,
+  RENDERER,
+  SIZE,
+  CoreQueue,
+  Signs,
+  acting,
+  make_config,
+  make_start,
+  reply,
+  until,
+)
 from tests.actors.policy_server import PolicyServer
 from tests.actors.processes import gone, wait_until
-
-SIZE = 4
-
-
-def make_config(**cluster) -> ActorConfig:
-  cluster = {"episodes": 8, "beat_seconds": 0.1, "patience": 20.0, **cluster}
-  cluster = {"lost_seconds": 2.0, "call_seconds": 10.0, **cluster}
-  return ActorConfig(
-    seed=7,
-    problem="tests.actors.echo_problem:Problem",
-    corpus=CorpusConfig(path="p"),
-    agent=AgentConfig(token_budget=320),
-    cluster=ClusterConfig(**cluster),
-  )
-
-
-PROBLEM = echo_problem.Problem(make_config())
-RENDERER = PROBLEM.renderer
-
-
-def reply(*calls: str):
-  """A policy that makes these calls, one a turn, and ends with "fox"."""
-
-  def answer(ids, seed):
-    del seed
-    turn = ids.count(RENDERER.open_turn()[0]) - 1
-    if turn < len(calls):
-      call = ToolCall(name="run", argument=calls[turn])
-      return [*RENDERER.call(call), RENDERER.end]
-    return [*RENDERER.text("fox"), RENDERER.end]
-
-  return answer
-
-
-def make_start(**changes) -> Start:
-  ids = tuple(t.task_id for t in PROBLEM.train)
-  fields = {
-    "lineage": "a",
-    "version": 0,
-    "seed": 1,
-    "epochs": 1,
-    "group_size": SIZE,
-    "groups_per_step": 4,
-    "max_staleness": 2,
-    "tries": 2,
-    "skip_below": float("-inf"),
-    "skip_above": float("inf"),
-    "sources": (Source(name="train", weight=1.0, task_ids=ids),),
-  }
-  return Start(**{**fields, **changes})
-
-
-class CoreQueue:
-  """The queue itself as an actor sees it, without HTTP; may be away.
-
-  Attributes:
-    fates: of what was delivered.
-    lost: leases that are lost at the next renewal.
-  """
-
-  def __init__(self, **start):
-    self.core = GroupQueue(lease_seconds=2.0)
-    self.core.begin(make_start(**start))
-    self.there = asyncio.Event()
-    self.there.set()
-    self.fates: list[str] = []
-    self.delivered: list = []
-    self.lost: list = []
-    self.given_back: list = []
-    self.leased: list = []
-    self.asked: list[int] = []
-
-  async def lease(self, most):
-    await self.there.wait()
-    self.asked.append(most)
-    found = self.core.lease("me", most)
-    self.leased += found
-    if not found:
-      await asyncio.sleep(0.05)
-    return found
-
-  async def renew(self, leases):
-    await self.there.wait()
-    lost, self.lost = self.lost, []
-    return [*self.core.renew("me", leases), *lost]
-
-  async def give_back(self, leases):
-    self.given_back += leases
-    self.core.give_back("me", leases)
-
-  async def deliver(self, lease, group):
-    await self.there.wait()
-    self.delivered.append(group)
-    self.fates.append(self.core.deliver("me", lease, group))
-    return self.fates[-1]
-
-
-class Signs:
-  def __init__(self):
-    self.counts: Counter[str] = Counter()
-    self.progressed = 0
-
-  def progress(self):
-    self.progressed += 1
-
-  def count(self, name, amount=1.0):
-    self.counts[name] += amount
-
-
-async def until(condition, seconds: float = 20.0) -> None:
-  limit = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < limit, f"not so within {seconds} s"
-    await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def acting(queue, *servers, problem=PROBLEM, config=None, **options):
-  """An actor at work; leaving stops it, and raises what ended it."""
-  config = config or make_config()
-  stop = asyncio.Event()
-  signs = Signs()
-  options = {"patience": config.cluster.patience, **options}
-  async with Replicas([s.url for s in servers], **options) as replicas:
-    background = []
-    if config.cluster.environment_workers:
-      environments = EnvironmentPool(config, digests=problem.digests())
-      background = [environments.run]
-    else:
-      environments = LocalEnvironments(problem, call_seconds=10)
-    actor = Actor(config, problem, queue, replicas, environments, signs)
-    running = asyncio.create_task(actor.run(stop.is_set, background))
-    try:
-      yield signs
-    finally:
-      stop.set()
-      began = time.monotonic()
-      await running
-      assert time.monotonic() - began < 8
 
 
 def test_groups_are_what_a_run_in_one_process_makes():
@@ -420,100 +285,6 @@ def free_port() -> int:
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
     return found.getsockname()[1]
-
-
-class TestReplicas:
-  def test_a_group_stays_with_one_replica(self):
-    async def work():
-      queue = CoreQueue()
-      one, two = PolicyServer(reply("look")), PolicyServer(reply("look"))
-      async with one.serving(), two.serving(), acting(queue, one, two):
-        await until(lambda: len(queue.fates) == 12)
-      return one, two
-
-    one, two = asyncio.run(work())
-    # Sessions begin with what all episodes of a group have alike.
-    groups = [{b["session"].split("/")[0] for b in s.asked} for s in (one, two)]
-    homes = Counter(derive_seed("replica", n) % 2 for n in range(12))
-    assert [len(found) for found in groups] == [homes[0], homes[1]]
-    assert min(homes.values()) > 0
-    assert not groups[0] & groups[1]
-
-  def test_episodes_go_on_at_another_when_one_dies_amid_them(self):
-    async def work():
-      queue = CoreQueue()
-      one, two = PolicyServer(reply("look")), PolicyServer(reply("look"))
-      one.gate.clear()
-      two.gate.clear()
-      async with two.serving(), contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(one.serving())
-        async with acting(queue, one, two, leave_seconds=0.3) as signs:
-          # Group 0 is at home at the first one, group 1 at the second.
-          await until(lambda: one.running == two.running == SIZE)
-          await stack.aclose()
-          two.gate.set()
-          await until(lambda: len(queue.fates) == 12)
-          assert signs.counts["retries"] == 0
-      return queue
-
-    queue = asyncio.run(work())
-    assert queue.fates == ["ready"] * 12
-    for group in queue.delivered:
-      assert len(group.episodes) == SIZE
-
-  def test_other_weights_are_waited_for(self):
-    async def work():
-      queue = CoreQueue(version=3)
-      server = PolicyServer(reply(), version=2)
-      async with server.serving(), acting(queue, server, leave_seconds=0.2):
-        await asyncio.sleep(1.0)
-        assert not server.asked
-        server.version = 3
-        await until(lambda: len(queue.fates) == 12)
-      for group in queue.delivered:
-        assert {e.oldest_version for e in group.episodes} == {3}
-
-    asyncio.run(work())
-
-  def test_none_within_patience_ends_the_actor(self):
-    async def work():
-      server = PolicyServer(reply(), lineage="b")
-      queue = CoreQueue()
-      async with (
-        server.serving(),
-        Replicas([server.url], patience=0.5) as replicas,
-      ):
-        local = LocalEnvironments(PROBLEM, call_seconds=10)
-        made = Actor(make_config(), PROBLEM, queue, replicas, local, Signs())
-        with pytest.raises(NoReplica, match=r"version 0 .* lineage a in"):
-          await asyncio.wait_for(made.run(lambda: False), 20)
-      # What it held is handed out again.
-      assert set(queue.given_back) == set(queue.leased)
-      assert queue.core.status()["leased"] == 0
-
-    asyncio.run(work())
-
-  def test_an_older_version_is_not_taken(self):
-    async def work():
-      queue = CoreQueue(version=3, tries=1)
-      server = PolicyServer(reply(), version=3)
-      sample = server.reply
-
-      def older(ids, seed):
-        server.version = 2
-        return sample(ids, seed)
-
-      server.reply = older
-      async with server.serving(), acting(queue, server, leave_seconds=0.1):
-        await until(lambda: server.asked)
-        await asyncio.sleep(0.2)
-      assert not queue.delivered
-
-    asyncio.run(work())
-
-  def test_there_must_be_one(self):
-    with pytest.raises(ValueError, match=r"cluster.replicas is empty"):
-      Replicas(())
 
 
 def test_environments_in_workers_that_are_killed():

@@ -1,7 +1,6 @@
 """An episode, with a fake client and the real search environment."""
 
 import asyncio
-import functools
 
 import numpy as np
 import pytest
@@ -10,72 +9,22 @@ from hypothesis import strategies as st
 
 from arl_jax.agents import harness
 from arl_jax.agents.harness import AgentConfig, derive_seed, run_episode
-from arl_jax.agents.scripted import ScriptConfig, ScriptedSearcher
-from arl_jax.chat import tokenizer as tok
-from arl_jax.chat.renderer import Renderer, usage_symbols
-from arl_jax.envs.search import corpus as corpus_lib
-from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
-from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.environment import TOOL_NAMES
 from arl_jax.types import (
   PolicyClient,
   Role,
   Sample,
   StopReason,
-  Task,
   ToolCall,
 )
-
-DOCUMENTS = tuple(
-  corpus_lib.Document(f"d{i}", "", text)
-  for i, text in enumerate(
-    [
-      "the quick brown fox jumps over the lazy dog",
-      "volcanic ash falls over the town and the dog sleeps",
-      "a lazy cat reads <|end|> <c3> about foxes and 1024 dogs",
-      "brown bears eat fish near the town in autumn",
-      "fish swim and bears wait near brown water",
-    ]
-  )
+from tests.agents.search_episode import (
+  CONFIG,
+  HANDLES,
+  TASK,
+  environment,
+  events,
+  renderer,
 )
-HANDLES = tuple(f"<c{i}>" for i in range(8))
-TASK = Task(task_id="t", prompt="brown fox ; lazy dog", truth={})
-CONFIG = AgentConfig(
-  token_budget=120,
-  soft_threshold=60,
-  hard_threshold=90,
-  max_turns=6,
-  message_tokens=12,
-  observation_tokens=40,
-)
-
-
-@functools.cache
-def renderer() -> Renderer:
-  symbols = (*HANDLES, *TOOL_NAMES, *usage_symbols(CONFIG.token_budget))
-  texts = [d.text for d in DOCUMENTS] * 2 + [
-    "[Token usage: 1/2] prune or",
-    "0123456789" * 9,
-  ]
-  return Renderer(tok.Tokenizer.train(texts, vocab_size=180, symbols=symbols))
-
-
-@functools.cache
-def index() -> SearchIndex:
-  built = corpus_lib.build_corpus(DOCUMENTS, count_tokens=count, max_tokens=40)
-  return SearchIndex(built)
-
-
-def count(text: str) -> int:
-  return renderer().tokenizer.count(" " + text)
-
-
-def environment(**options) -> SearchEnvironment:
-  return SearchEnvironment(
-    index=index(),
-    handles=HANDLES,
-    count_tokens=count,
-    **{"results_per_search": 2, "snippet_tokens": 12, **options},
-  )
 
 
 class Player:
@@ -171,10 +120,6 @@ def check(episode, player, config):
     kept = [x for i, x in enumerate(parent.ids.tolist()) if i not in gone]
     assert child.ids[: len(kept)].tolist() == kept
     assert child.reason == event.data["reason"]
-
-
-def events(episode, kind):
-  return [e for e in episode.events if e.kind == kind]
 
 
 def text(segment) -> str:
@@ -517,92 +462,6 @@ def test_a_prompt_longer_than_the_budget_is_not_sampled_from():
   with pytest.raises(ValueError, match="token_budget 6"):
     asyncio.run(run_episode(TASK, environment(), player, renderer(), config))
   assert not player.requests
-
-
-class TestScripted:
-  def run(self, seed: int, config=CONFIG, **script):
-    script = ScriptedSearcher(
-      TASK.prompt,
-      renderer(),
-      ScriptConfig(**script),
-      seed=seed,
-      handles=HANDLES,
-    )
-    assert isinstance(script, PolicyClient)
-    return asyncio.run(
-      run_episode(TASK, environment(), script, renderer(), config)
-    )
-
-  def test_plays_without_a_malformed_call_and_uses_every_tool(self):
-    wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
-    used = set()
-    for seed in range(60):
-      episode = self.run(seed, wide)
-      bad = [
-        e.data["problem"]
-        for e in events(episode, "malformed_call")
-        if e.data["problem"] != "message too long"
-      ]
-      assert not bad
-      used |= set(episode.outcome["calls"])
-    assert used == set(TOOL_NAMES)
-
-  def test_a_plan_asks_for_each_clue_once_and_answers_with_what_holds_them(
-    self,
-  ):
-    wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
-    for seed in range(8):
-      episode = self.run(seed, wide, diligence=1.0)
-      assert episode.outcome["calls"] == ["search_corpus"] * 2
-      asked = [e.data["argument"] for e in events(episode, "tool_call")]
-      assert asked == ["brown fox", "lazy dog"]
-      assert episode.stop_reason is StopReason.ANSWERED
-      # It holds the words of both, but not each snippet of it does.
-      assert "d0_0" in episode.outcome["answer"]
-      assert len(episode.outcome["answer"]) <= 2
-
-  def test_a_plan_prunes_what_it_would_not_answer_with(self):
-    marks = renderer().tokenizer.controls
-
-    def context(*results, used):
-      said = "".join(results) + f"[Token usage: {used}/9]"
-      encoded = renderer().tokenizer.encode(said)
-      return [marks[tok.TOOL], *encoded, marks[tok.END]]
-
-    script = ScriptedSearcher(
-      TASK.prompt,
-      renderer(),
-      ScriptConfig(diligence=1.0),
-      seed=0,
-      handles=HANDLES,
-    )
-
-    def message(ids):
-      return renderer().parse(script.play(ids, 20).ids, TOOL_NAMES)
-
-    found = ("<c0> the brown fox", "<c1> fish swim", "<c2> lazy bears")
-    first, second = message([]), message(context(*found, used=4))
-    assert {c.argument for m in (first, second) for c in m.calls} == {
-      *TASK.prompt.split(" ; ")
-    }
-    pruning = message(context(*found, used=5))
-    assert pruning.calls == (ToolCall(name="prune_chunks", argument="<c1>"),)
-    # Nothing is left to prune or to ask for.
-    assert message(context(found[0], found[2], used=8)).final == "<c0> <c2>"
-
-  def test_is_deterministic_by_seed(self):
-    one, two, other = self.run(3), self.run(3), self.run(4)
-    assert one.events == two.events
-    assert one.events != other.events
-
-  def test_a_message_is_never_longer_than_asked(self):
-    script = ScriptedSearcher(
-      TASK.prompt, renderer(), ScriptConfig(), seed=0, handles=HANDLES
-    )
-    for most in range(1, 12):
-      played = script.play([], most)
-      assert 1 <= len(played.ids) <= most
-      assert played.stopped == (played.ids[-1] == renderer().end)
 
 
 class TestConfig:

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.checkpoints import manifest, state_files
 from arl_jax.checkpoints.store import CheckpointStore
 from arl_jax.model import ModelConfig, transformer
@@ -92,8 +92,8 @@ def test_a_commit_holds_state_record_queue_and_lineage(folder):
   store.close()
   assert (commit.number, commit.record, commit.skipped) == (5, record, ())
   assert_same_bits(commit.state, state)
-  assert [types.to_json(g) for g in commit.queue] == [
-    types.to_json(g) for g in queue
+  assert [records.to_json(g) for g in commit.queue] == [
+    records.to_json(g) for g in queue
   ]
 
 

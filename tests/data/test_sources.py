@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.data import json_lines
 from arl_jax.data.sources import SourceConfig, open_source
 from tests.data.files import chat, chats, opened, texts, write
@@ -233,21 +233,21 @@ def group(name, rewards):
 class TestGroups:
   def test_come_back_as_they_were(self, tmp_path):
     made = [group("a", [0.0, 1.0]), group("b", [0.5])]
-    path = write(tmp_path / "g.jsonl", [types.to_json(g) for g in made])
+    path = write(tmp_path / "g.jsonl", [records.to_json(g) for g in made])
     source = opened(path, kind="groups")
     assert len(source) == 2
     assert source[1]["where"] == f"{path}:2"
     for i, one in enumerate(made):
-      assert types.to_json(source[i]["group"]) == types.to_json(one)
+      assert records.to_json(source[i]["group"]) == records.to_json(one)
     np.testing.assert_array_equal(source[0]["group"].rewards, [0.0, 1.0])
 
   def test_at_fault(self, tmp_path):
-    good = types.to_json(group("a", [1.0]))
+    good = records.to_json(group("a", [1.0]))
     path = tmp_path / "g.jsonl"
     for row, problem in (
       (good["task"], "schema_version"),
       (good | {"schema_version": 0}, "reads 1"),
-      (types.to_json(group("a", []).task), "'Task', must be 'Group'"),
+      (records.to_json(group("a", []).task), "'Task', must be 'Group'"),
       (good | {"surplus": 1}, "malformed Group record"),
       (good | {"episodes": [{}]}, "malformed Group record"),
     ):

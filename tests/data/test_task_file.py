@@ -5,7 +5,8 @@ import json
 import pytest
 
 from arl_jax.data.task_file import read_tasks, write_tasks
-from arl_jax.types import Episode, StopReason, Task, to_json
+from arl_jax.records import to_json
+from arl_jax.types import Episode, StopReason, Task
 from tests.data.synthesis import linked_corpus
 
 

@@ -28,11 +28,11 @@ from arl_jax.evaluation.score_folder import ScoreFolder
 from arl_jax.evaluation.scores import ScoreLog, path_of, read, valid
 from arl_jax.model import transformer
 from arl_jax.problems.problem import make_problem
+from arl_jax.records import from_json
 from arl_jax.rollout.engine import Engine
 from arl_jax.runtime import local_rollouts
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.local_rollouts import LocalRollouts, heldout_jobs
-from arl_jax.types import from_json
 from arl_jax.weights import Publisher, Subscriber
 from tests import made_up_corpus
 

@@ -15,17 +15,10 @@ from arl_jax.evaluation.run_record import RunRecord, chosen, report
 from arl_jax.evaluation.scores import ScoreLog, path_of
 from arl_jax.observability.metrics import MetricsWriter
 from arl_jax.observability.run_directory import RunDirectory
+from arl_jax.records import to_json
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.offline_config import OfflineConfig
-from arl_jax.types import (
-  Episode,
-  Group,
-  Reward,
-  Segment,
-  StopReason,
-  Task,
-  to_json,
-)
+from arl_jax.types import Episode, Group, Reward, Segment, StopReason, Task
 
 ROOT = pathlib.Path(__file__).parents[2]
 

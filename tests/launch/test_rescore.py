@@ -7,16 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from arl_jax.types import (
-  Episode,
-  Group,
-  Reward,
-  Segment,
-  StopReason,
-  Task,
-  from_json,
-  to_json,
-)
+from arl_jax.records import from_json, to_json
+from arl_jax.types import Episode, Group, Reward, Segment, StopReason, Task
 
 REWARD = """
 from arl_jax.types import Reward

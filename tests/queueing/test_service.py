@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl_jax import types
+from arl_jax import records
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.queueing import messages
 from arl_jax.queueing import service as queue_service
@@ -68,7 +68,7 @@ def act(config, *, count, patience=None, **changes):
 
 
 def json_of(groups):
-  return [types.to_json(g) for g in groups]
+  return [records.to_json(g) for g in groups]
 
 
 def test_groups_arrive_as_they_were():
@@ -277,7 +277,7 @@ def header(**changes):
 
 
 def record(**changes):
-  return {**types.to_json(group(LEASE)), **changes}
+  return {**records.to_json(group(LEASE)), **changes}
 
 
 def line(value):
@@ -300,7 +300,10 @@ def with_episode(**changes):
     ([header(groups=2)], "groups: 2 isn't"),
     ([header(), line(record()), line(record())], "groups: .*more"),
     ([header(), b"{}"], "record has schema_version None"),
-    ([header(), line(types.to_json(group(LEASE).task))], "kind: 'Task' isn't"),
+    (
+      [header(), line(records.to_json(group(LEASE).task))],
+      "kind: 'Task' isn't",
+    ),
     ([header(), line(record(surplus=1))], "malformed Group record"),
     ([header(), line(record(group_id=7))], "Group.group_id: it is a number"),
     ([header(), line(with_episode(rollout_index=[0]))], "Episode.rollout_ind"),
@@ -375,7 +378,7 @@ def test_damaged_deliveries_are_refused_or_still_groups(data):
   queue = GroupQueue(lease_seconds=10)
   queue.begin(start())
   (lease,) = queue.lease("a", 1)
-  text = bytearray(line(types.to_json(group(lease))))
+  text = bytearray(line(records.to_json(group(lease))))
   for _ in range(data.draw(st.integers(1, 3))):
     at = data.draw(st.integers(0, len(text) - 1))
     text[at] = data.draw(st.sampled_from(b'{}[]",:0919-.eE\\tnx \xc3'))
@@ -393,7 +396,7 @@ def test_damaged_deliveries_are_refused_or_still_groups(data):
     return
   # What was taken, the learner can read.
   (again,) = messages.unpack(frame, 1 << 20)
-  assert types.to_json(messages.read_group(again)) == types.to_json(read)
+  assert records.to_json(messages.read_group(again)) == records.to_json(read)
   assert fate in ("ready", "stale", "foreign_version")
 
 
@@ -422,7 +425,7 @@ def test_starts_arrive_as_they_were():
     given_start, groups=()
   )
   assert list(messages.unpack(frames[0], 1 << 20)) == [
-    line(types.to_json(given_start.groups[0]))
+    line(records.to_json(given_start.groups[0]))
     .replace(b", ", b",")
     .replace(b": ", b":")
   ]

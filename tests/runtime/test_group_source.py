@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from arl_jax.agents.harness import derive_seed
+from arl_jax.records import to_json
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.group_source import LocalGroups, Replay
-from arl_jax.types import Episode, Reward, StopReason, Task, to_json
+from arl_jax.types import Episode, Reward, StopReason, Task
 
 
 def tasks(n):

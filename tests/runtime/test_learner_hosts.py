@@ -18,11 +18,11 @@ from arl_jax.model import transformer
 from arl_jax.observability import metrics
 from arl_jax.problems.problem import make_problem
 from arl_jax.queueing.group_queue import Batch
+from arl_jax.records import to_json
 from arl_jax.runtime import learner_hosts
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.learner_hosts import LearnerHosts
 from arl_jax.sharding import make_mesh, shapes
-from arl_jax.types import to_json
 from arl_jax.weights import Subscriber
 from tests.queueing import leased_groups
 

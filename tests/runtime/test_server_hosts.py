@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from arl_jax.actors.jobs import Interrupted
 from arl_jax.cluster.config import ClusterConfig
 from arl_jax.cluster.local_processes import LocalProcesses, assign_addresses
 from arl_jax.model import init, token_logprobs
@@ -24,7 +25,7 @@ from arl_jax.rollout.engine import Engine
 from arl_jax.rollout.request import Sampling
 from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.runtime.config import Config
-from arl_jax.runtime.server_hosts import ServerHosts
+from arl_jax.runtime.server_hosts import Misconfigured, ServerHosts
 from arl_jax.serving.client import RemoteClient
 from arl_jax.serving.listening import listen
 from arl_jax.sharding import make_mesh
@@ -330,6 +331,25 @@ def pid_of(*words):
 def test_a_process_that_cannot_be_is_refused(changes, index, says):
   with pytest.raises(ValueError, match=says):
     ServerHosts(ClusterConfig(**changes), index)
+
+
+@pytest.mark.parametrize(
+  ("error", "code"),
+  [
+    (Misconfigured("serve_mesh has no device of host 1"), 2),
+    (OSError("no such host"), 1),
+    (Interrupted(), 3),
+  ],
+)
+def test_how_a_host_of_several_ends_says_what_to_do(monkeypatch, error, code):
+  ended = []
+  monkeypatch.setattr(os, "_exit", ended.append)
+  cluster = ClusterConfig(
+    actors=1, server_hosts=2, server_coordinators="127.0.0.1:1"
+  )
+  # The process would be gone at the first one.
+  ServerHosts(cluster, 1).__exit__(type(error), error, None)
+  assert ended[0] == code
 
 
 def test_an_address_that_cannot_be_listened_on_is_refused():

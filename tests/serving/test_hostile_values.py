@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from arl_jax.types import from_json
+from arl_jax.records import from_json
 from tests.serving.http_serving import (
   PATIENCE,
   EchoEngine,

@@ -6,9 +6,10 @@ import numpy as np
 import openai
 import pytest
 
+from arl_jax.records import from_json
 from arl_jax.serving.config import ServingConfig
 from arl_jax.serving.sessions import Sessions
-from arl_jax.types import Role, from_json
+from arl_jax.types import Role
 from tests.serving.http_serving import (
   EchoEngine,
   idle,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.data.synthesis.pipeline import Attempt, Outcome
 
 
@@ -73,7 +73,7 @@ class FileJournal:
         "split": attempt.split,
         "hops": attempt.hops,
         "number": attempt.number,
-        "task": None if task is None else types.to_json(task),
+        "task": None if task is None else records.to_json(task),
         "reason": outcome.reason,
         "example": outcome.example,
       }
@@ -132,7 +132,7 @@ def _outcome(record: Any) -> Outcome:
     split=record["split"], hops=record["hops"], number=record["number"]
   )
   task = record["task"]
-  found = None if task is None else types.from_json(task)
+  found = None if task is None else records.from_json(task)
   if found is not None and not isinstance(found, types.Task):
     raise TypeError("a record that is no task")
   return Outcome(

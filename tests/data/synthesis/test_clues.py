@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from arl_jax import types
+from arl_jax import records
 from arl_jax.data import synthesis
 from arl_jax.envs.search import corpus
 from arl_jax.envs.search import index as index_lib
@@ -126,8 +126,8 @@ def test_is_reproducible_and_follows_the_seed(made, index):
 
 def test_survives_json(made):
   task = made.train[0]
-  data = json.loads(json.dumps(types.to_json(task)))
-  assert types.from_json(data) == task
+  data = json.loads(json.dumps(records.to_json(task)))
+  assert records.from_json(data) == task
 
 
 def test_more_hops_and_words(index):

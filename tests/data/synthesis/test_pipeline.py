@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from arl_jax import types
+from arl_jax import records, types
 from arl_jax.data.synthesis import quotes
 from arl_jax.data.synthesis.draft import AuthorFailed, Refused
 from arl_jax.data.synthesis.forms import holds
@@ -106,7 +106,7 @@ def test_each_task_is_what_it_says(made):
     assert provenance["corpus"] == corpus.digest
     assert provenance["difficulty"] in ("easy", "medium", "hard")
     assert len(provenance["ranks"]) == 2 + hops
-    json.dumps(types.to_json(task), allow_nan=False)
+    json.dumps(records.to_json(task), allow_nan=False)
 
 
 def test_splits_share_no_document(made):

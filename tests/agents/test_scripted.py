@@ -1,0 +1,107 @@
+"""The scripted searcher, in episodes of the real environment."""
+
+import asyncio
+
+from arl_jax.agents.harness import AgentConfig, run_episode
+from arl_jax.agents.scripted import ScriptConfig, ScriptedSearcher
+from arl_jax.chat import tokenizer as tok
+from arl_jax.envs.search.environment import TOOL_NAMES
+from arl_jax.types import (
+  PolicyClient,
+  StopReason,
+  ToolCall,
+)
+from tests.agents.search_episode import (
+  CONFIG,
+  HANDLES,
+  TASK,
+  environment,
+  events,
+  renderer,
+)
+
+
+class TestScripted:
+  def run(self, seed: int, config=CONFIG, **script):
+    script = ScriptedSearcher(
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(**script),
+      seed=seed,
+      handles=HANDLES,
+    )
+    assert isinstance(script, PolicyClient)
+    return asyncio.run(
+      run_episode(TASK, environment(), script, renderer(), config)
+    )
+
+  def test_plays_without_a_malformed_call_and_uses_every_tool(self):
+    wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
+    used = set()
+    for seed in range(60):
+      episode = self.run(seed, wide)
+      bad = [
+        e.data["problem"]
+        for e in events(episode, "malformed_call")
+        if e.data["problem"] != "message too long"
+      ]
+      assert not bad
+      used |= set(episode.outcome["calls"])
+    assert used == set(TOOL_NAMES)
+
+  def test_a_plan_asks_for_each_clue_once_and_answers_with_what_holds_them(
+    self,
+  ):
+    wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
+    for seed in range(8):
+      episode = self.run(seed, wide, diligence=1.0)
+      assert episode.outcome["calls"] == ["search_corpus"] * 2
+      asked = [e.data["argument"] for e in events(episode, "tool_call")]
+      assert asked == ["brown fox", "lazy dog"]
+      assert episode.stop_reason is StopReason.ANSWERED
+      # It holds the words of both, but not each snippet of it does.
+      assert "d0_0" in episode.outcome["answer"]
+      assert len(episode.outcome["answer"]) <= 2
+
+  def test_a_plan_prunes_what_it_would_not_answer_with(self):
+    marks = renderer().tokenizer.controls
+
+    def context(*results, used):
+      said = "".join(results) + f"[Token usage: {used}/9]"
+      encoded = renderer().tokenizer.encode(said)
+      return [marks[tok.TOOL], *encoded, marks[tok.END]]
+
+    script = ScriptedSearcher(
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(diligence=1.0),
+      seed=0,
+      handles=HANDLES,
+    )
+
+    def message(ids):
+      return renderer().parse(script.play(ids, 20).ids, TOOL_NAMES)
+
+    found = ("<c0> the brown fox", "<c1> fish swim", "<c2> lazy bears")
+    first, second = message([]), message(context(*found, used=4))
+    assert {c.argument for m in (first, second) for c in m.calls} == {
+      *TASK.prompt.split(" ; ")
+    }
+    pruning = message(context(*found, used=5))
+    assert pruning.calls == (ToolCall(name="prune_chunks", argument="<c1>"),)
+    # Nothing is left to prune or to ask for.
+    assert message(context(found[0], found[2], used=8)).final == "<c0> <c2>"
+
+  def test_is_deterministic_by_seed(self):
+    one, two, other = self.run(3), self.run(3), self.run(4)
+    assert one.events == two.events
+    assert one.events != other.events
+
+  def test_a_message_is_never_longer_than_asked(self):
+    script = ScriptedSearcher(
+      TASK.prompt, renderer(), ScriptConfig(), seed=0, handles=HANDLES
+    )
+    for most in range(1, 12):
+      played = script.play([], most)
+      assert 1 <= len(played.ids) <= most
+      assert played.stopped == (played.ids[-1] == renderer().end)
