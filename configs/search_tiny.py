@@ -14,14 +14,17 @@ def get_config() -> Config:
   config = Config(run_dir="runs/search_tiny")
   config.corpus.chunk_tokens = 80
   config.tasks.hops, config.tasks.train = 4, 1000
-  config.search.handles, config.search.results = 64, 8
+  search = config.search
+  search.handles, search.results, search.snippet_tokens = 32, 4, 20
   agent = config.agent
-  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 280, 140, 160
-  agent.observation_tokens, agent.message_tokens = 80, 36
-  agent.max_turns = 14
+  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 320, 160, 190
+  agent.observation_tokens, agent.message_tokens = 90, 36
+  agent.max_turns = 12
   script = config.script
-  script.diligence, script.largest_prune = 0.85, 15
+  script.diligence, script.largest_prune = 0.95, 15
+  script.run, script.whole_clue = 12, 0.2
   warm = config.warm_start
-  warm.steps, warm.optimizer.decay_steps = 1200, 1200
-  config.rl.steps = 100
+  warm.opening_steps, warm.steps = 450, 1600
+  warm.optimizer.decay_steps = warm.steps
+  config.rl.steps = 50
   return config

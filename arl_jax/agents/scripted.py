@@ -25,9 +25,10 @@ class ScriptConfig:
   """How often the searcher does what.
 
   Attributes:
-    diligence: probability that a turn goes by the plan: search clue after clue,
-      prune what holds little of them once half of the budget is used, answer
-      with what is left. Other turns are drawn with the weights below.
+    diligence: probability that a turn goes by the plan: search clue after clue
+      in any order, prune what holds little of them once half of the budget is
+      used, answer with what is left. Other turns are drawn with the weights
+      below.
     grep: weight of grepping for one word.
     read: weight of reading the document of a seen chunk.
     prune: weight of pruning seen chunks.
@@ -89,7 +90,8 @@ class ScriptedSearcher:
     self._config = config
     self._random = random.Random(seed)
     self._turns = 0
-    self._asked: set[int] = set()
+    # Clues, in the order in which they were asked for.
+    self._asked: dict[int, None] = {}
     self._handles = frozenset(handles)
 
   async def sample(
@@ -143,8 +145,9 @@ class ScriptedSearcher:
       return self._renderer.calls([call])
     left = [n for n in range(len(self._clues)) if n not in self._asked]
     if left and not crowded:
-      self._asked.add(left[0])
-      query = " ".join(self._clues[left[0]])
+      clue = self._random.choice(left)
+      self._asked[clue] = None
+      query = " ".join(self._clues[clue])
       call = ToolCall(name="search_corpus", argument=query)
       return self._renderer.calls([call])
     answer = kept or (self._some(in_view, 1) if in_view else [])
@@ -161,7 +164,7 @@ class ScriptedSearcher:
         if name.group() in self._handles:
           shown[name.group()] = text[name.end() : end].lower()
     kept = []
-    for clue in sorted(self._asked):
+    for clue in self._asked:
       words = {
         name: sum(word.lower() in text for word in self._clues[clue])
         for name, text in shown.items()
@@ -194,7 +197,7 @@ class ScriptedSearcher:
     if action == "search":
       if draw.random() < self._config.whole_clue:
         clue = draw.randrange(len(self._clues))
-        self._asked.add(clue)
+        self._asked[clue] = None
         query = self._clues[clue]
       else:
         first = draw.randrange(len(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Iterator, Sequence
@@ -101,10 +102,14 @@ class SearchProblem:
     )
 
   def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
+    script = self._config.script
+    if not task.truth:
+      # Practice is to copy from anywhere, which a plan wouldn't ask for.
+      script = dataclasses.replace(script, diligence=0.0)
     return ScriptedSearcher(
       task.prompt,
       self.renderer,
-      self._config.script,
+      script,
       seed=seed,
       handles=self._handles,
     )
