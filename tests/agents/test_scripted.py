@@ -53,15 +53,18 @@ class TestScripted:
     self,
   ):
     wide = AgentConfig(token_budget=400, soft_threshold=200, hard_threshold=300)
+    orders = set()
     for seed in range(8):
       episode = self.run(seed, wide, diligence=1.0)
       assert episode.outcome["calls"] == ["search_corpus"] * 2
       asked = [e.data["argument"] for e in events(episode, "tool_call")]
-      assert asked == ["brown fox", "lazy dog"]
+      assert sorted(asked) == ["brown fox", "lazy dog"]
+      orders.add(asked[0])
       assert episode.stop_reason is StopReason.ANSWERED
       # It holds the words of both, but not each snippet of it does.
       assert "d0_0" in episode.outcome["answer"]
       assert len(episode.outcome["answer"]) <= 2
+    assert len(orders) == 2
 
   def test_a_plan_prunes_what_it_would_not_answer_with(self):
     marks = renderer().tokenizer.controls
@@ -84,13 +87,14 @@ class TestScripted:
 
     found = ("<c0> the brown fox", "<c1> fish swim", "<c2> lazy bears")
     first, second = message([]), message(context(*found, used=4))
-    assert {c.argument for m in (first, second) for c in m.calls} == {
-      *TASK.prompt.split(" ; ")
-    }
+    asked = [c.argument for m in (first, second) for c in m.calls]
+    assert sorted(asked) == sorted(TASK.prompt.split(" ; "))
     pruning = message(context(*found, used=5))
     assert pruning.calls == (ToolCall(name="prune_chunks", argument="<c1>"),)
     # Nothing is left to prune or to ask for.
-    assert message(context(found[0], found[2], used=8)).final == "<c0> <c2>"
+    holds = {"brown fox": "<c0>", "lazy dog": "<c2>"}
+    final = message(context(found[0], found[2], used=8)).final
+    assert final == " ".join(holds[clue] for clue in asked)
 
   def test_is_deterministic_by_seed(self):
     one, two, other = self.run(3), self.run(3), self.run(4)
