@@ -13,7 +13,7 @@ def get_config() -> Config:
   """See the fields of `Config`; every one is a flag."""
   config = Config(run_dir="runs/search_tiny")
   config.corpus.chunk_tokens = 80
-  config.tasks.hops, config.tasks.train = 4, 1000
+  config.tasks.hops, config.tasks.train = 4, 4000
   search = config.search
   search.handles, search.results, search.snippet_tokens = 32, 4, 20
   agent = config.agent
@@ -24,6 +24,7 @@ def get_config() -> Config:
   script.diligence, script.largest_prune = 0.95, 15
   script.run, script.whole_clue = 12, 0.2
   warm = config.warm_start
+  warm.episodes = 4000
   warm.opening_steps, warm.steps = 450, 1600
   warm.optimizer.decay_steps = warm.steps
   config.rl.steps = 50
