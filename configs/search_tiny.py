@@ -1,9 +1,12 @@
 """A search agent whose context is so small that it must edit it, on a CPU.
 
-Four facts are asked for and two searches fit: what else is found needs room
+Four facts are asked for and three searches fit: what else is found needs room
 that only pruning makes. Context-1 in small.
 
 Command:   python -m launch.train --config=configs/search_tiny.py
+Hardware:  2 CPU cores
+Duration:  not measured to its end
+Expect:    no figures yet; CI runs it with `--config.smoke`
 """
 
 from arl_jax.runtime.config import Config

@@ -53,7 +53,7 @@ class Demonstrated(Problem, Protocol):
   """A problem that can be shown, as the warm start needs it."""
 
   def demonstrator(self, task: Task, seed: int) -> Player:
-    """Who plays an episode."""
+    """Who plays an episode, or the opening of a task without truth."""
 
   def practice(self, seed: int) -> Iterator[str]:
     """An endless stream of questions, for openings only."""

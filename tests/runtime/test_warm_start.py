@@ -1,15 +1,18 @@
 """Which demonstrations a warm start has, and what it needs."""
 
 import collections
+import dataclasses
+import itertools
 
 import pytest
 
 from arl_jax.data.trajectory_filter import FilterConfig, filter_trajectories
+from arl_jax.envs.search.environment import TOOL_NAMES
 from arl_jax.problems.problem import demonstrated
 from arl_jax.problems.search import SearchProblem
 from arl_jax.runtime import warm_start
 from arl_jax.runtime.config import Config
-from arl_jax.types import Group
+from arl_jax.types import Group, Task
 from tests import made_up_corpus
 from tests.actors import echo_problem
 
@@ -67,6 +70,30 @@ def test_the_filter_keeps_what_the_published_rules_keep(config, problem):
   )
   # One of several good ones of a question.
   assert max(strong.values()) == 1
+
+
+def test_only_tasks_are_played_by_the_plan(config):
+  planned = dataclasses.replace(
+    config, script=dataclasses.replace(config.script, diligence=1.0)
+  )
+  problem = SearchProblem(planned)
+
+  def openings(tasks):
+    for seed, task in enumerate(tasks):
+      ids = problem.demonstrator(task, seed).play([], 64).ids
+      yield task, problem.renderer.parse(ids, TOOL_NAMES).calls
+
+  def by_plan(task, calls):
+    clues = task.prompt.split(" ; ")
+    return [c.name for c in calls] == ["search_corpus"] and (
+      calls[0].argument in clues
+    )
+
+  assert all(by_plan(*opening) for opening in openings(problem.train))
+  questions = itertools.islice(problem.practice(0), 40)
+  practice = [Task(task_id=q, prompt=q, truth={}) for q in questions]
+  followed = [by_plan(*opening) for opening in openings(practice)]
+  assert 0 < sum(followed) < 30
 
 
 def test_a_problem_that_nobody_plays_needs_no_warm_start(config):
