@@ -1,12 +1,13 @@
 """A search agent whose context is so small that it must edit it, on a CPU.
 
-Four facts are asked for and three searches fit: what else is found needs room
+Three facts are asked for and two searches fit: what else is found needs room
 that only pruning makes. Context-1 in small.
 
 Command:   python -m launch.train --config=configs/search_tiny.py
-Hardware:  2 CPU cores
-Duration:  not measured to its end
-Expect:    no figures yet; CI runs it with `--config.smoke`
+Hardware:  2 CPU cores, 3 GiB of memory
+Duration:  26 minutes
+Expect:    held-out reward from about 0.5 to 0.8, prune accuracy above 0.9;
+           without prune_chunks the same policy has 0.3
 """
 
 from arl_jax.runtime.config import Config
@@ -16,19 +17,25 @@ def get_config() -> Config:
   """See the fields of `Config`; every one is a flag."""
   config = Config(run_dir="runs/search_tiny")
   config.corpus.chunk_tokens = 80
-  config.tasks.hops, config.tasks.train = 4, 4000
+  config.tasks.hops, config.tasks.train = 3, 10_000
   search = config.search
-  search.handles, search.results, search.snippet_tokens = 32, 4, 20
+  search.handles, search.results, search.snippet_tokens = 32, 5, 20
   agent = config.agent
-  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 320, 160, 190
-  agent.observation_tokens, agent.message_tokens = 90, 36
+  agent.token_budget, agent.soft_threshold, agent.hard_threshold = 260, 120, 130
+  # Evaluations show none, and a policy this small would miss it there.
+  agent.nudge = ""
+  agent.observation_tokens, agent.message_tokens = 112, 36
   agent.max_turns = 12
   script = config.script
-  script.diligence, script.largest_prune = 0.95, 15
+  script.diligence, script.largest_prune = 0.97, 15
   script.run, script.whole_clue = 12, 0.2
+  script.largest_answer = search.max_answer
+  learner = config.learner
+  learner.row_length, learner.microbatch_tokens = 640, 2560
   warm = config.warm_start
-  warm.episodes = 4000
-  warm.opening_steps, warm.steps = 450, 1600
+  # Each demonstration is met about once, so that none is learned by heart.
+  warm.episodes = config.tasks.train
+  warm.opening_steps, warm.steps, warm.batch_tokens = 450, 2000, 2400
   warm.optimizer.decay_steps = warm.steps
   config.rl.steps = 50
   return config

@@ -40,7 +40,7 @@ class AgentConfig:
     max_turns: messages of the policy.
     message_tokens: of one message, end mark included.
     observation_tokens: that the calls of one turn share.
-    nudge: text shown past the soft threshold.
+    nudge: text shown past the soft threshold; empty for none.
     nudge_mode: "append" keeps it in the context; "vanish" takes it out after
       the turn, which begins a new segment, as published.
     temperature: of sampling, > 0.
@@ -235,7 +235,8 @@ class _Run:
       append(ids, Role.TOOL, key=block.key)
     used = len(self._context)
     append(renderer.usage(used, config.token_budget), Role.TOOL)
-    if self._training and used >= config.soft_threshold:
+    nudged = self._training and used >= config.soft_threshold
+    if nudged and config.nudge:
       append(renderer.block(config.nudge), Role.TOOL, key=_NUDGE)
       self._log("notice", used=used)
     append([*renderer.close_tool(), *renderer.open_turn()], Role.FORCED)

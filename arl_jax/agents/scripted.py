@@ -7,7 +7,7 @@ exactly the form that a policy's rollouts have: what a policy is warmed up on.
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -84,7 +84,20 @@ class ScriptedSearcher:
     *,
     seed: int,
     handles: Sequence[str],
+    tools: Collection[str],
   ):
+    """Takes a question, how to play, and the ids and tools that there are.
+
+    Raises:
+      ValueError: nothing can begin without a tool that finds something.
+    """
+    self._tools = frozenset(tools)
+    finds = {"search_corpus": config.search, "grep_corpus": config.grep}
+    if not any(finds[tool] > 0 for tool in self._tools & finds.keys()):
+      raise ValueError(
+        f"the script searches with weight {config.search} and greps with"
+        f" {config.grep}, but the tools are {sorted(tools)}"
+      )
     self._clues = [clue.split() for clue in question.split(_CLUE_BREAK)]
     self._renderer = renderer
     self._config = config
@@ -139,12 +152,12 @@ class ScriptedSearcher:
   def _plan(self, texts: Sequence[str], in_view: list[str]) -> list[int]:
     kept, crowded = self._kept(texts), read_usage(texts) > _CROWDED
     surplus = [name for name in in_view if name not in kept]
-    if surplus and crowded:
+    if surplus and crowded and "prune_chunks" in self._tools:
       pruned = " ".join(surplus[: self._config.largest_prune])
       call = ToolCall(name="prune_chunks", argument=pruned)
       return self._renderer.calls([call])
     left = [n for n in range(len(self._clues)) if n not in self._asked]
-    if left and not crowded:
+    if left and not crowded and "search_corpus" in self._tools:
       clue = self._random.choice(left)
       self._asked[clue] = None
       query = " ".join(self._clues[clue])
@@ -155,7 +168,7 @@ class ScriptedSearcher:
     return self._renderer.answer(text)
 
   def _kept(self, texts: Sequence[str]) -> list[str]:
-    """Of each clue asked for, what holds most of its words."""
+    """Of each clue asked for, all that hold its words, else who holds most."""
     shown = {}
     for text in texts:
       names = list(_HANDLE.finditer(text))
@@ -163,52 +176,60 @@ class ScriptedSearcher:
         end = after.start() if after else len(text)
         if name.group() in self._handles:
           shown[name.group()] = text[name.end() : end].lower()
-    kept = []
+    kept: list[str] = []
     for clue in self._asked:
       words = {
         name: sum(word.lower() in text for word in self._clues[clue])
         for name, text in shown.items()
       }
-      best = max(words, key=words.__getitem__, default=None)
-      if best is not None and words[best]:
-        kept.append(best)
+      most = max(words.values(), default=0)
+      best = [name for name, number in words.items() if number == most > 0]
+      kept += best if most == len(self._clues[clue]) else best[:1]
     return list(dict.fromkeys(kept))
 
   def _message(self, in_view: list[str]) -> list[int]:
     config, draw = self._config, self._random
-    weights = {"search": config.search, "grep": config.grep}
+    weights = {"search_corpus": config.search, "grep_corpus": config.grep}
     if in_view:
-      weights["read"] = config.read
-      weights["prune"] = config.prune
+      weights["read_document"] = config.read
+      weights["prune_chunks"] = config.prune
       # Patience runs out: answering gets likelier with every turn.
       weights["answer"] = config.answer * self._turns
-    (action,) = draw.choices(list(weights), list(weights.values()))
+    offered = {
+      action: weight
+      for action, weight in weights.items()
+      if action == "answer" or action in self._tools
+    }
+    (action,) = draw.choices(list(offered), list(offered.values()))
     if action == "answer":
       text = " ".join(self._some(in_view, config.largest_answer))
       return self._renderer.answer(text)
     calls = [self._call(action, in_view)]
-    if action == "search" and draw.random() < config.parallel:
+    if action == "search_corpus" and draw.random() < config.parallel:
       calls.append(self._call(action, in_view))
     return self._renderer.calls(calls)
 
-  def _call(self, action: str, in_view: list[str]) -> ToolCall:
+  def _call(self, tool: str, in_view: list[str]) -> ToolCall:
     draw = self._random
     words = [w for clue in self._clues for w in clue]
-    if action == "search":
-      if draw.random() < self._config.whole_clue:
-        clue = draw.randrange(len(self._clues))
-        self._asked[clue] = None
-        query = self._clues[clue]
-      else:
-        first = draw.randrange(len(words))
-        query = words[first : first + draw.randint(1, self._config.run)]
-      return ToolCall(name="search_corpus", argument=" ".join(query))
-    if action == "grep":
-      return ToolCall(name="grep_corpus", argument=draw.choice(words))
-    if action == "read":
-      return ToolCall(name="read_document", argument=draw.choice(in_view))
-    pruned = " ".join(self._some(in_view, self._config.largest_prune))
-    return ToolCall(name="prune_chunks", argument=pruned)
+    if tool == "search_corpus":
+      argument = self._query(words)
+    elif tool == "grep_corpus":
+      argument = draw.choice(words)
+    elif tool == "read_document":
+      argument = draw.choice(in_view)
+    else:
+      argument = " ".join(self._some(in_view, self._config.largest_prune))
+    return ToolCall(name=tool, argument=argument)
+
+  def _query(self, words: list[str]) -> str:
+    draw = self._random
+    if draw.random() < self._config.whole_clue:
+      clue = draw.randrange(len(self._clues))
+      self._asked[clue] = None
+      return " ".join(self._clues[clue])
+    first = draw.randrange(len(words))
+    return " ".join(words[first : first + draw.randint(1, self._config.run)])
 
   def _some(self, things: list[str], most: int) -> list[str]:
     n = self._random.randint(1, min(most, len(things)))

@@ -17,11 +17,11 @@ from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.data.synthesis import synthesise
 from arl_jax.data.task_file import read_tasks
 from arl_jax.envs.search import corpus as corpus_lib
-from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
+from arl_jax.envs.search.environment import SearchEnvironment
 from arl_jax.envs.search.index import Index, SearchIndex
 from arl_jax.envs.search.reranker import EmbeddingReranker
 from arl_jax.envs.search.stored_index import StoredIndex
-from arl_jax.envs.search.tools import SYSTEM, TOOLS
+from arl_jax.envs.search.tools import SYSTEM, TOOL_NAMES, TOOLS, check_tools
 from arl_jax.rewards.search import SearchReward
 from arl_jax.types import RewardFn, Task
 
@@ -33,6 +33,7 @@ class SearchProblem:
     """Raises ValueError for a corpus that can't be used."""
     self._config = config
     search = config.search
+    check_tools(search.tools, "search.tools")
     self._handles = [f"<c{i}>" for i in range(search.handles)]
     stored = StoredIndex(config.corpus.index) if config.corpus.index else None
     documents: Sequence[corpus_lib.Document]
@@ -99,6 +100,7 @@ class SearchProblem:
       snippet_tokens=search.snippet_tokens,
       grep_limit=search.grep_limit,
       max_answer=search.max_answer,
+      tools=search.tools,
     )
 
   def demonstrator(self, task: Task, seed: int) -> ScriptedSearcher:
@@ -112,6 +114,7 @@ class SearchProblem:
       script,
       seed=seed,
       handles=self._handles,
+      tools=self._config.search.tools,
     )
 
   def practice(self, seed: int) -> Iterator[str]:

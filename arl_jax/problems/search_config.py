@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from arl_jax.envs.search.tools import TOOL_NAMES
+
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class CorpusConfig:
@@ -47,6 +49,7 @@ class SearchConfig:
   """The search environment and its reward.
 
   Attributes:
+    tools: that the policy is offered; the demonstrator uses no others.
     handles: chunk ids an episode can give out, a token each.
     results: chunks a search returns at most.
     snippet_tokens: of a chunk that a result shows at most.
@@ -64,6 +67,7 @@ class SearchConfig:
     malformed: reward of an episode that ends without an answer that parses.
   """
 
+  tools: tuple[str, ...] = TOOL_NAMES
   handles: int = 32
   results: int = 3
   snippet_tokens: int = 14

@@ -6,8 +6,9 @@ from arl_jax.agents.harness import AgentConfig
 from arl_jax.chat import tokenizer as tok
 from arl_jax.chat.renderer import Renderer, usage_symbols
 from arl_jax.envs.search import corpus as corpus_lib
-from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
+from arl_jax.envs.search.environment import SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.types import (
   Task,
 )

@@ -1,6 +1,7 @@
 """An episode, with a fake client and the real search environment."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from arl_jax.agents import harness
 from arl_jax.agents.harness import AgentConfig, derive_seed, run_episode
-from arl_jax.envs.search.environment import TOOL_NAMES
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.types import (
   PolicyClient,
   Role,
@@ -319,6 +320,15 @@ class TestNudge:
     episode, _ = play([SEARCH, final("<c0>")], config)
     assert not events(episode, "notice")
     assert "prune or answer" not in text(episode.segments[0])
+
+  def test_an_empty_one_is_none(self):
+    config = dataclasses.replace(self.config, nudge="")
+    episode, _ = play([SEARCH, SEARCH, final("<c0>")], config)
+    assert not events(episode, "notice")
+    told, _ = play([SEARCH, SEARCH, final("<c0>")], self.config)
+    nudged = len(renderer().block(self.config.nudge))
+    (without,), (with_it,) = episode.segments, told.segments
+    assert len(without) == len(with_it) - 2 * nudged
 
   def test_vanished_it_is_gone_after_the_turn(self):
     episode, player = play([SEARCH, SEARCH, final("<c0>")], self.vanish())

@@ -12,8 +12,9 @@ from arl_jax.agents.scripted import ScriptConfig, ScriptedSearcher
 from arl_jax.chat.renderer import Renderer, usage_symbols
 from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.envs.search.corpus import Document, build_corpus
-from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
+from arl_jax.envs.search.environment import SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.rollout.client import LocalClient
 from arl_jax.rollout.scheduler import Scheduler
 from arl_jax.types import Sample, Task
@@ -110,6 +111,7 @@ def play(renderer, policy, seed, nudge_mode):
     ScriptConfig(prune=1.0, answer=0.02),
     seed=seed,
     handles=HANDLES,
+    tools=TOOL_NAMES,
   )
   environment = SearchEnvironment(
     index=index, handles=HANDLES, count_tokens=count, snippet_tokens=12

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import pytest
+
 from arl_jax.agents.harness import AgentConfig, run_episode
 from arl_jax.agents.scripted import ScriptConfig, ScriptedSearcher
 from arl_jax.chat import tokenizer as tok
-from arl_jax.envs.search.environment import TOOL_NAMES
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.types import (
   PolicyClient,
   StopReason,
@@ -29,6 +31,7 @@ class TestScripted:
       ScriptConfig(**script),
       seed=seed,
       handles=HANDLES,
+      tools=TOOL_NAMES,
     )
     assert isinstance(script, PolicyClient)
     return asyncio.run(
@@ -80,6 +83,7 @@ class TestScripted:
       ScriptConfig(diligence=1.0),
       seed=0,
       handles=HANDLES,
+      tools=TOOL_NAMES,
     )
 
     def message(ids):
@@ -96,6 +100,53 @@ class TestScripted:
     final = message(context(found[0], found[2], used=8)).final
     assert final == " ".join(holds[clue] for clue in asked)
 
+  def test_a_plan_keeps_all_that_hold_a_whole_clue(self):
+    assert TASK.prompt == "brown fox ; lazy dog"
+    marks = renderer().tokenizer.controls
+    found = "<c0> the brown fox <c1> fox brown <c2> dog ran <c3> lazy"
+    said = renderer().tokenizer.encode(f"{found}[Token usage: 1/9]")
+    script = ScriptedSearcher(
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(diligence=1.0),
+      seed=0,
+      handles=HANDLES,
+      tools=TOOL_NAMES,
+    )
+    for _ in TASK.prompt.split(" ; "):
+      script.play([], 20)
+    context = [marks[tok.TOOL], *said, marks[tok.END]]
+    played = script.play(context, 20).ids
+    final = renderer().parse(played, TOOL_NAMES).final
+    # Of "lazy dog" no chunk holds both words: the first with one of them.
+    assert sorted(final.split()) == ["<c0>", "<c1>", "<c2>"]
+
+  def test_plays_with_the_tools_that_there_are(self):
+    tools = ("grep_corpus", "prune_chunks")
+    used = set()
+    for seed in range(8):
+      script = ScriptedSearcher(
+        TASK.prompt,
+        renderer(),
+        ScriptConfig(diligence=0.3),
+        seed=seed,
+        handles=HANDLES,
+        tools=tools,
+      )
+      for _ in range(8):
+        message = renderer().parse(script.play([], 20).ids, TOOL_NAMES)
+        used |= {call.name for call in message.calls}
+    assert used == {"grep_corpus"}
+    with pytest.raises(ValueError, match=r"greps with 0\.1, but the"):
+      ScriptedSearcher(
+        TASK.prompt,
+        renderer(),
+        ScriptConfig(),
+        seed=0,
+        handles=HANDLES,
+        tools=("read_document",),
+      )
+
   def test_is_deterministic_by_seed(self):
     one, two, other = self.run(3), self.run(3), self.run(4)
     assert one.events == two.events
@@ -103,7 +154,12 @@ class TestScripted:
 
   def test_a_message_is_never_longer_than_asked(self):
     script = ScriptedSearcher(
-      TASK.prompt, renderer(), ScriptConfig(), seed=0, handles=HANDLES
+      TASK.prompt,
+      renderer(),
+      ScriptConfig(),
+      seed=0,
+      handles=HANDLES,
+      tools=TOOL_NAMES,
     )
     for most in range(1, 12):
       played = script.play([], most)

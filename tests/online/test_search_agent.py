@@ -13,8 +13,9 @@ from arl_jax.agents.harness import AgentConfig
 from arl_jax.chat.renderer import Renderer, usage_symbols
 from arl_jax.chat.tokenizer import Tokenizer
 from arl_jax.envs.search.corpus import Document, build_corpus
-from arl_jax.envs.search.environment import TOOL_NAMES, SearchEnvironment
+from arl_jax.envs.search.environment import SearchEnvironment
 from arl_jax.envs.search.index import SearchIndex
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.online.search_agent import SearchAgent
 from arl_jax.online.search_agent_config import SearchAgentConfig
 from arl_jax.online.serve_config import AgentServeConfig

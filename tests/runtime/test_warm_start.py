@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from arl_jax.data.trajectory_filter import FilterConfig, filter_trajectories
-from arl_jax.envs.search.environment import TOOL_NAMES
+from arl_jax.envs.search.tools import TOOL_NAMES
 from arl_jax.problems.problem import demonstrated
 from arl_jax.problems.search import SearchProblem
 from arl_jax.runtime import warm_start

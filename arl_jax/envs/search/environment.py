@@ -15,9 +15,7 @@ from typing import Any
 from arl_jax import types
 from arl_jax.envs.search import index as index_lib
 from arl_jax.envs.search.reranker import Reranker
-from arl_jax.envs.search.tools import TOOLS
-
-TOOL_NAMES = tuple(tool.name for tool in TOOLS)
+from arl_jax.envs.search.tools import TOOL_NAMES, check_tools
 
 # Bounds on what a model may send; what is longer is an error observation.
 _MAX_CALLS = 32
@@ -39,6 +37,7 @@ class SearchEnvironment:
 
   Args:
     index: what is searched; shared between environments.
+    tools: names of those that the policy is offered.
     handles: ids such as "<c0>", given out in this order as chunks are first
       shown; when none is left, further chunks aren't shown.
     count_tokens: tokens of a text, by the policy's tokenizer.
@@ -52,8 +51,8 @@ class SearchEnvironment:
     max_answer: most ids in the final answer.
 
   Raises:
-    ValueError: a number is below 1, or a handle occurs twice or isn't of the
-      form <name>.
+    ValueError: a number is below 1, a handle occurs twice or isn't of the form
+      <name>, or `tools` has none, or one twice or that there isn't.
   """
 
   def __init__(
@@ -68,6 +67,7 @@ class SearchEnvironment:
     snippet_tokens: int = 16,
     grep_limit: int = 5,
     max_answer: int = 30,
+    tools: Sequence[str] = TOOL_NAMES,
   ):
     for name, value in (
       ("fused", fused),
@@ -79,6 +79,8 @@ class SearchEnvironment:
       if value < 1:
         raise ValueError(f"{name} is {value}, not at least 1")
     _check_handles(handles)
+    check_tools(tools)
+    self._tools = tuple(tools)
     self._index = index
     self._free = list(reversed(handles))
     self._shapes = {_shape(handle) for handle in handles}
@@ -100,8 +102,8 @@ class SearchEnvironment:
 
   @property
   def tool_names(self) -> tuple[str, ...]:
-    """The four tools."""
-    return TOOL_NAMES
+    """Those that the policy is offered."""
+    return self._tools
 
   async def start(self, task: types.Task) -> str:
     """Returns the task's prompt. Raises RuntimeError on a second start."""
@@ -140,7 +142,7 @@ class SearchEnvironment:
   async def _run(
     self, call: types.ToolCall, budget: int, in_view: set[str]
   ) -> types.Observation:
-    if call.name not in TOOL_NAMES:
+    if call.name not in self._tools:
       return self._failed(f"unknown tool {self._named([call.name])}", budget)
     self._calls.append(call.name)
     argument = call.argument.strip()

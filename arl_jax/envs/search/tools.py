@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from arl_jax.chat.messages import Tool
 
 
@@ -54,6 +56,8 @@ TOOLS = (
   ),
 )
 
+TOOL_NAMES = tuple(tool.name for tool in TOOLS)
+
 SYSTEM = (
   "You find the passages of a corpus that answer a question. Search, read, and"
   " take what doesn't help out of your context with prune_chunks: each result"
@@ -61,3 +65,18 @@ SYSTEM = (
   " found enough, reply without a tool call: list the ids of the passages that"
   " answer the question, the best first, each with a reason."
 )
+
+
+def check_tools(names: Sequence[str], where: str = "tools") -> None:
+  """Raises ValueError unless they are tools, at least one and each once.
+
+  Args:
+    names: of tools.
+    where: what the message calls them.
+  """
+  for name in names:
+    if name not in TOOL_NAMES:
+      known = ", ".join(TOOL_NAMES)
+      raise ValueError(f"{where} has {name!r}; there are {known}")
+  if not names or len(set(names)) < len(names):
+    raise ValueError(f"{where} is {list(names)}, not at least one, each once")

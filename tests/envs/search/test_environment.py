@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from arl_jax import types
 from arl_jax.envs.search import corpus, environment
 from arl_jax.envs.search import index as index_lib
+from arl_jax.envs.search.tools import TOOL_NAMES
 
 # Chunks of 8 words: pets_0 .. pets_1, ash_0, trap_0.
 DOCUMENTS = (
@@ -74,7 +75,27 @@ def shown(observation) -> list[str]:
 def test_meets_the_protocol():
   env = make()
   assert isinstance(env, types.Environment)
-  assert env.tool_names == environment.TOOL_NAMES
+  assert env.tool_names == TOOL_NAMES
+
+
+def test_only_the_offered_tools_do_anything():
+  env = make(tools=("search_corpus",))
+  assert env.tool_names == ("search_corpus",)
+  (refused,) = turn(env, ("grep_corpus", "dog"))
+  assert "unknown tool" in shown(refused)[0]
+
+
+@pytest.mark.parametrize(
+  ("tools", "message"),
+  [
+    ((), r"tools is \[\], not at least one"),
+    (("search_corpus",) * 2, "not at least one, each once"),
+    (("search",), "tools has 'search'; there are search_corpus, grep_corpus"),
+  ],
+)
+def test_tools_that_there_are_not(tools, message):
+  with pytest.raises(ValueError, match=message):
+    make(tools=tools)
 
 
 class TestSearch:
@@ -269,7 +290,7 @@ class TestHostileCalls:
   @given(
     st.lists(
       st.tuples(
-        st.sampled_from((*environment.TOOL_NAMES, "bogus")),
+        st.sampled_from((*TOOL_NAMES, "bogus")),
         st.one_of(
           st.text(max_size=20),
           st.text("<c01> |", max_size=20),
