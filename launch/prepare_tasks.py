@@ -22,7 +22,6 @@ from typing import Any
 
 from absl import app, flags
 
-from arl_jax.data.synthesis.chat_endpoint import ChatEndpoint
 from arl_jax.data.synthesis.domains import DOMAINS, Domain, domain
 from arl_jax.data.synthesis.draft import TaskAuthor
 from arl_jax.data.synthesis.endpoint_author import GENERATOR as ENDPOINT
@@ -36,6 +35,7 @@ from arl_jax.envs.search import corpus as corpus_lib
 from arl_jax.envs.search.index import Index, SearchIndex
 from arl_jax.envs.search.stored_index import StoredIndex
 from arl_jax.observability.run_directory import write_atomically
+from arl_jax.serving.chat_endpoint import ChatEndpoint
 from arl_jax.serving.config import read_token
 from launch import command
 

@@ -32,6 +32,7 @@ WITHOUT_JAX = (
   "records",
   "chat",
   "rollout.client",
+  "serving.chat_endpoint",
   "serving.client",
   "serving.json_endpoint",
   "agents",

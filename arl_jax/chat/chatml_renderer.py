@@ -70,7 +70,7 @@ class ChatMLRenderer(FormatRenderer):
 
   def _written(self, call: ToolCall) -> str:
     body = json.dumps(
-      {"name": call.name, "arguments": self._arguments(call)},
+      {"name": call.name, "arguments": self._tools.arguments(call)},
       ensure_ascii=False,
     )
     return f"{CALL}\n{body}\n{CALLED}"

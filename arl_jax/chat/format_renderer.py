@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 
 from arl_jax.chat.formats import ChatFormat
 from arl_jax.chat.messages import ChatMessage, Tool
-from arl_jax.chat.messages import ToolCall as ChatCall
+from arl_jax.chat.one_argument import OneArgument
 from arl_jax.chat.pretrained import PretrainedTokenizer
 from arl_jax.chat.renderer import Message, usage_line
 from arl_jax.chat.replies import MalformedCall
@@ -41,15 +40,7 @@ class FormatRenderer:
     """
     self.tokenizer = tokenizer
     self._format = chat_format
-    self._tools = {tool.name: tool for tool in tools}
-    self._argument: dict[str, str] = {}
-    for tool in tools:
-      properties = list(tool.parameters.get("properties", ()))
-      if len(properties) != 1:
-        raise ValueError(
-          f"tool {tool.name} has the arguments {properties}; there must be one"
-        )
-      (self._argument[tool.name],) = properties
+    self._tools = OneArgument(tools)
     self._system = ChatMessage(role="system", content=system)
 
   @property
@@ -69,7 +60,7 @@ class FormatRenderer:
     question = ChatMessage(role="user", content=text)
     return self._format.render(
       [self._system, question],
-      self._offered(self._tools if tools is None else tools),
+      self._offered(self._tools.tools if tools is None else tools),
       add_generation_prompt=False,
     )
 
@@ -82,28 +73,8 @@ class FormatRenderer:
     if not (reply.tool_calls or reply.malformed):
       return Message(final=reply.content.strip())
     calls: list[ToolCall | MalformedCall] = list(reply.malformed)
-    calls += [self._call(call) for call in reply.tool_calls]
+    calls += [self._tools.call(call) for call in reply.tool_calls]
     return Message(calls=tuple(calls))
 
   def _offered(self, names: Collection[str]) -> list[Tool]:
-    return [tool for name, tool in self._tools.items() if name in names]
-
-  def _arguments(self, call: ToolCall) -> dict[str, str | list[str]]:
-    """Of a call, as its schema has them."""
-    name = self._argument[call.name]
-    kind = self._tools[call.name].parameters["properties"][name]["type"]
-    return {name: call.argument.split() if kind == "array" else call.argument}
-
-  def _call(self, call: ChatCall) -> ToolCall | MalformedCall:
-    arguments = json.loads(call.arguments)
-    name = self._argument[call.name]
-    value = arguments.get(name)
-    if isinstance(value, list) and all(isinstance(v, str) for v in value):
-      value = " ".join(value)
-    if set(arguments) != {name} or not isinstance(value, str):
-      return MalformedCall(
-        text=call.arguments, problem=f"{call.name} takes {name} alone"
-      )
-    if not value.strip():
-      return MalformedCall(text=call.arguments, problem="no argument")
-    return ToolCall(name=call.name, argument=value.strip())
+    return [t for name, t in self._tools.tools.items() if name in names]

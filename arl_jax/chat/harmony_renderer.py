@@ -68,7 +68,7 @@ class HarmonyRenderer(FormatRenderer):
   def calls(self, calls: Sequence[ToolCall]) -> list[int]:
     """As a policy would sample the first one, which ends the message."""
     call = calls[0]
-    body = json.dumps(self._arguments(call), ensure_ascii=False)
+    body = json.dumps(self._tools.arguments(call), ensure_ascii=False)
     return self._written(
       *(CHANNEL, f"commentary to={NAMESPACE}{call.name} "),
       *(CONSTRAIN, "json", MESSAGE, body, CALL),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from arl_jax.actors.config import ActorConfig
+from arl_jax.chat.messages import Tool
 from arl_jax.chat.renderer import AgentRenderer
 from arl_jax.types import Environment, PolicyClient, RewardFn, Sample, Task
 
@@ -57,6 +58,22 @@ class Demonstrated(Problem, Protocol):
 
   def practice(self, seed: int) -> Iterator[str]:
     """An endless stream of questions, for openings only."""
+
+
+@runtime_checkable
+class Taught(Problem, Protocol):
+  """A problem that a chat model can show; tasks open with their prompt.
+
+  Attributes:
+    system: what the policy is told before the question.
+    tools: that its environments offer, each with one argument.
+  """
+
+  @property
+  def system(self) -> str: ...
+
+  @property
+  def tools(self) -> Sequence[Tool]: ...
 
 
 def make_problem(config: ActorConfig) -> Problem:

@@ -34,6 +34,8 @@ class SearchProblem:
     self._config = config
     search = config.search
     check_tools(search.tools, "search.tools")
+    self.system = SYSTEM
+    self.tools = tuple(t for t in TOOLS if t.name in search.tools)
     self._handles = [f"<c{i}>" for i in range(search.handles)]
     stored = StoredIndex(config.corpus.index) if config.corpus.index else None
     documents: Sequence[corpus_lib.Document]

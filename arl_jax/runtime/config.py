@@ -24,13 +24,17 @@ def _make(cls, **values):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WarmStartConfig:
-  """Supervised training on the scripted searcher's play.
+  """Supervised training on the play of a script or of a teacher.
 
   Attributes:
     opening_steps: updates on first turns only, of questions made from random
       words: copying from the question forms there.
     opening_row_length: tokens of a row in these updates.
     episodes: demonstrations, one a training task, then a second, and so on.
+    demonstrations: directory with recorded groups, whose episodes are shown in
+      place of the script's: of `launch.demonstrate`, or of a run that recorded
+      groups of the same problem, such as one of mode "rollout_only". All are
+      taken, whatever `episodes` is.
     filter: keeps demonstrations by Context-1's rules, which go by recall (see
       `data.trajectory_filter`).
     steps: updates in all, those on openings included; 0 for no warm start.
@@ -41,6 +45,7 @@ class WarmStartConfig:
   opening_steps: int = 400
   opening_row_length: int = 128
   episodes: int = 3000
+  demonstrations: str = ""
   filter: bool = False
   steps: int = 800
   batch_tokens: int = 1900

@@ -11,12 +11,13 @@ from arl_jax.actors.jobs import Job, run_jobs
 from arl_jax.agents.harness import derive_seed
 from arl_jax.data import sft
 from arl_jax.data.trajectory_filter import FilterConfig, filter_trajectories
-from arl_jax.problems.problem import Demonstrated
+from arl_jax.problems.problem import Demonstrated, Problem
+from arl_jax.runtime import demonstrations
 from arl_jax.runtime.config import Config
 from arl_jax.types import Episode, Group, Segment, Task
 
 
-def jobs(config: Config, problem: Demonstrated) -> list[Job]:
+def jobs(config: Config, problem: Problem) -> list[Job]:
   """Episodes of the demonstrator: one a training task, then a second, ..."""
   made = []
   for i in range(config.warm_start.episodes):
@@ -34,18 +35,22 @@ def play(
   on_done: Callable[[int], None],
   should_stop: Callable[[], bool],
 ) -> list[Episode]:
-  """The demonstrator's episodes, without those that failed for good.
+  """The demonstrations, without those that failed for good.
 
   Args:
     config: resolved.
-    problem: whose demonstrator plays.
+    problem: whose demonstrator plays, unless they are recorded already.
     on_done: called with the number of finished episodes.
     should_stop: asked before each episode.
 
   Raises:
     Interrupted: `should_stop` said so.
-    ValueError: `warm_start.filter` keeps none, or can't tell.
+    ValueError: `warm_start.filter` keeps none, or can't tell; or
+      `warm_start.demonstrations` holds what can't be shown.
+    OSError: it can't be read.
   """
+  if config.warm_start.demonstrations:
+    return _kept(config, demonstrations.read(config, problem))
   wanted = jobs(config, problem)
   episodes = asyncio.run(
     run_jobs(
@@ -59,36 +64,32 @@ def play(
       should_stop=should_stop,
     )
   )
+  return _kept(
+    config,
+    [
+      demonstrations.group(job, episode)
+      for job, episode in zip(wanted, episodes, strict=True)
+      if episode is not None
+    ],
+  )
+
+
+def _kept(config: Config, groups: Sequence[Group]) -> list[Episode]:
+  """All, or what the published rules keep; see `data.trajectory_filter`."""
   if config.warm_start.filter:
-    return _filtered(config, wanted, episodes)
-  return [e for e in episodes if e is not None]
-
-
-def _filtered(
-  config: Config, wanted: Sequence[Job], episodes: Sequence[Episode | None]
-) -> list[Episode]:
-  """What the published rules keep; see `data.trajectory_filter`."""
-  groups = [
-    Group(
-      group_id=f"{job.rollout_index}/{job.task.task_id}",
-      task=job.task,
-      episodes=(episode,),
-    )
-    for job, episode in zip(wanted, episodes, strict=True)
-    if episode is not None
-  ]
-  found = filter_trajectories(groups, FilterConfig(seed=config.seed))
-  logging.info("demonstrations: kept %s, not %s", found.kept, found.dropped)
-  if not found.groups:
-    raise ValueError(
-      f"warm_start.filter keeps none of {len(groups)} demonstrations:"
-      f" {dict(found.dropped)}"
-    )
-  return [episode for group in found.groups for episode in group.episodes]
+    found = filter_trajectories(groups, FilterConfig(seed=config.seed))
+    logging.info("demonstrations: kept %s, not %s", found.kept, found.dropped)
+    if not found.groups:
+      raise ValueError(
+        f"warm_start.filter keeps none of {len(groups)} demonstrations:"
+        f" {dict(found.dropped)}"
+      )
+    groups = found.groups
+  return [episode for group in groups for episode in group.episodes]
 
 
 def batches(
-  config: Config, problem: Demonstrated, demonstrations: Sequence[Episode]
+  config: Config, problem: Demonstrated, episodes: Sequence[Episode]
 ) -> Iterator[tuple[list[Segment], int]]:
   """Segments and row length of each update, always the same ones."""
 
@@ -106,7 +107,7 @@ def batches(
     player,
   )
   whole = sft.shuffled(
-    sft.segments_of(demonstrations), derive_seed(config.seed, "whole")
+    sft.segments_of(episodes), derive_seed(config.seed, "whole")
   )
   for source, length, steps in (
     (openings, warm.opening_row_length, warm.opening_steps),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from arl_jax.data.synthesis.chat_endpoint import ChatEndpoint
+from arl_jax.data.synthesis.answers import ask
 from arl_jax.data.synthesis.domains import Domain
 from arl_jax.data.synthesis.draft import (
   CLUE_BREAK,
@@ -31,6 +31,7 @@ from arl_jax.data.synthesis.verify import (
 )
 from arl_jax.envs.search.environment import neutralised
 from arl_jax.envs.search.index import Index
+from arl_jax.serving.chat_endpoint import ChatEndpoint
 
 GENERATOR = "endpoint/1"
 
@@ -269,11 +270,11 @@ class EndpointAuthor:
     ]
     for i in range(_TRIES - 1):
       try:
-        return await self._endpoint.ask(messages, seed=seed + i)
+        return await ask(self._endpoint, messages, seed=seed + i)
       except Refused as refused:
         if refused.reason != "malformed_answer":
           raise
-    return await self._endpoint.ask(messages, seed=seed + _TRIES - 1)
+    return await ask(self._endpoint, messages, seed=seed + _TRIES - 1)
 
 
 def _labelled(chunk_ids: Iterable[str]) -> dict[str, str]:

@@ -7,11 +7,12 @@ import time
 
 import pytest
 
-from arl_jax.data.synthesis.chat_endpoint import ChatEndpoint, read_answer
+from arl_jax.data.synthesis.answers import ask, read_answer
 from arl_jax.data.synthesis.draft import AuthorFailed, Refused, Request
 from arl_jax.data.synthesis.endpoint_author import EndpointAuthor
 from arl_jax.data.synthesis.pipeline import Pipeline, SynthesisConfig
 from arl_jax.serving import json_endpoint
+from arl_jax.serving.chat_endpoint import ChatEndpoint
 from tests.data.synthesis import linked_corpus
 from tests.data.synthesis.chat_server import (
   ChatServer,
@@ -263,7 +264,7 @@ def test_busy_and_broken_servers_are_tried_again():
 def asked(url, **options):
   async def go():
     async with ChatEndpoint(url, **options) as chat:
-      return await chat.ask([{"role": "user", "content": "?"}], seed=0)
+      return await ask(chat, [{"role": "user", "content": "?"}], seed=0)
 
   return asyncio.run(go())
 
@@ -273,7 +274,7 @@ def test_the_projects_own_server_will_do():
 
   async def go(url):
     async with ChatEndpoint(url, model="tiny", max_tokens=200) as chat:
-      return await chat.ask([message], seed=7)
+      return await ask(chat, [message], seed=7)
 
   with serving() as server:
     assert asyncio.run(go(server.url)) == {"seed": 7}
@@ -329,7 +330,7 @@ def test_requests_at_a_time_are_bounded():
     async def go():
       message = [{"role": "user", "content": "look relevant"}]
       async with ChatEndpoint(server.url, concurrency=2) as chat:
-        await asyncio.gather(*(chat.ask(message, seed=i) for i in range(6)))
+        await asyncio.gather(*(ask(chat, message, seed=i) for i in range(6)))
 
     asyncio.run(go())
     assert server.most == 2

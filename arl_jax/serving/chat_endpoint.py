@@ -1,27 +1,20 @@
-"""A chat model behind an OpenAI-compatible endpoint, which nobody trusts.
-
-An answer is bounded in bytes and in seconds, read strictly, and one JSON object
-or nothing.
-"""
+"""A chat model behind an OpenAI-compatible endpoint, which nobody trusts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from arl_jax.chat.messages import Tool, tool_json
 from arl_jax.chat.strict_json import parse_object
-from arl_jax.data.json_lines import parse_json
-from arl_jax.data.synthesis.draft import AuthorFailed, Refused
-from arl_jax.serving.json_endpoint import JsonEndpoint, NoAnswer, TooLarge
+from arl_jax.serving.json_endpoint import JsonEndpoint
 
 _PATH = "/chat/completions"
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 _THOUGHT = "</think>"
 
 
 class ChatEndpoint:
-  """Asks for JSON objects; `async with` closes the connections."""
+  """Asks for chat completions; `async with` closes the connections."""
 
   def __init__(
     self,
@@ -83,53 +76,53 @@ class ChatEndpoint:
   async def __aexit__(self, *_: Any) -> None:
     await self._endpoint.close()
 
-  async def ask(
-    self, messages: Sequence[Mapping[str, str]], *, seed: int
-  ) -> dict[str, Any]:
-    """The JSON object that a model answers with.
+  async def complete(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    tools: Sequence[Tool] = (),
+  ) -> bytes:
+    """The body of a chat completion, for `read_message`.
+
+    Args:
+      messages: of the conversation, as OpenAI's API has them.
+      seed: of sampling, where the endpoint knows one.
+      tools: that the model may call.
 
     Raises:
-      Refused: "answer_too_large", "answer_cut" or "malformed_answer".
-      AuthorFailed: no answer came, with all tries.
+      TooLarge: it has too many bytes.
+      NoAnswer: the endpoint refuses, or there was none, with all tries.
     """
-    body = {
+    body: dict[str, Any] = {
       "model": self._model,
       "messages": [dict(message) for message in messages],
       "max_tokens": self._max_tokens,
       "temperature": self._temperature,
       "seed": seed,
     }
-    try:
-      return read_answer(await self._endpoint.post(body))
-    except TooLarge as error:
-      raise Refused("answer_too_large", str(error)) from error
-    except NoAnswer as error:
-      raise AuthorFailed(str(error)) from error
+    if tools:
+      body["tools"] = [tool_json(tool) for tool in tools]
+    return await self._endpoint.post(body)
 
 
-def read_answer(body: bytes) -> dict[str, Any]:
-  """The object in a chat completion's message.
-
-  Around it there may be white space, thoughts that end with </think>, and one
-  fence of three backticks.
+def read_message(body: bytes) -> tuple[Mapping[str, Any], str]:
+  """A completion's message, and why it ended ("" if that isn't said).
 
   Raises:
-    Refused: there is none, or the answer was cut.
+    ValueError: there is none.
   """
   try:
-    (choice,) = parse_json(body, "answer")["choices"]
-    text, finish = choice["message"]["content"], choice.get("finish_reason")
-    if not isinstance(text, str):
-      raise TypeError("content is no text")
+    answer, _ = parse_object(body.decode())
+    (choice,) = answer["choices"]
+    message, finish = choice["message"], choice.get("finish_reason")
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise Refused("malformed_answer", f"no chat completion: {error}") from error
-  if finish == "length":
-    raise Refused("answer_cut", text[-100:])
-  text = text.rpartition(_THOUGHT)[2].strip()
-  if fenced := _FENCED.fullmatch(text):
-    text = fenced[1]
-  try:
-    found, _ = parse_object(text)
-  except (ValueError, RecursionError) as error:
-    raise Refused("malformed_answer", f"{error}: {text[:100]}") from error
-  return found
+    raise ValueError(f"no chat completion: {error}") from error
+  if not isinstance(message, dict):
+    raise ValueError("no chat completion: message is no object")
+  return message, finish if isinstance(finish, str) else ""
+
+
+def without_thoughts(content: str) -> str:
+  """What stands after thoughts that end with </think>."""
+  return content.rpartition(_THOUGHT)[2].strip()
