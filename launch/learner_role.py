@@ -17,6 +17,7 @@ from arl_jax.observability.progress import Progress
 from arl_jax.observability.run_directory import Mode, RunDirectory
 from arl_jax.problems.problem import make_problem
 from arl_jax.queueing.transport import learner_queue
+from arl_jax.runtime import demonstrations
 from arl_jax.runtime.config import Config
 from arl_jax.runtime.distributed_job import refuse_other
 from arl_jax.runtime.group_source import Replay
@@ -102,6 +103,9 @@ def train(
     if config.replay and hosts.first:
       Replay(config.replay)
     problem = make_problem(config)
+    shown = config.warm_start.steps and config.warm_start.demonstrations
+    if shown and mode != "resume" and hosts.first:
+      demonstrations.read(config, problem)
     progress.update(1, tasks=len(problem.train))
     should_stop, source = _watched(should_stop, heartbeat, hosts), None
     if heartbeat is not None and hosts.first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,10 @@ class ChatEndpoint:
     """
     if max_tokens < 1:
       raise ValueError(f"max_tokens is {max_tokens}, not at least 1")
+    if not 0 <= temperature < math.inf:
+      raise ValueError(
+        f"temperature is {temperature}, not at least 0 and finite"
+      )
     base = url.rstrip("/").removesuffix(_PATH)
     self._endpoint = JsonEndpoint(
       (base if base.endswith("/v1") else base + "/v1") + _PATH,

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.data.synthesis.chat_server import ChatServer
+from tests.launch.programs import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -101,3 +102,17 @@ def test_wrong_flags_are_one_line(config, tmp_path, flags, reason):
   assert done.returncode == 1
   assert reason in done.stderr.strip().splitlines()[-1]
   assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_shown_costs_no_run(config, tmp_path):
+  run_dir = tmp_path / "run"
+  done = train(
+    config,
+    run_dir,
+    f"--config.warm_start.demonstrations={tmp_path / 'none'}",
+    stderr=subprocess.PIPE,
+  )
+  _, err = done.communicate(timeout=300)
+  assert done.returncode == 1
+  assert "holds no recorded groups" in err.strip().splitlines()[-1]
+  assert not run_dir.exists()

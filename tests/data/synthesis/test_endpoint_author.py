@@ -363,6 +363,8 @@ def test_documents_of_another_split_are_not_shown():
     ("max_tokens", 0),
     ("max_bytes", 0),
     ("timeout", 0.0),
+    ("temperature", -0.5),
+    ("temperature", float("nan")),
   ],
 )
 def test_refuses_what_cannot_be(field, value):
