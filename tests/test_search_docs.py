@@ -6,7 +6,8 @@ import re
 from launch import prepare
 from tests.envs.search import corpora
 
-_TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "search.md").read_text()
+_ROOT = pathlib.Path(__file__).parents[1]
+_TEXT = (_ROOT / "docs" / "search.md").read_text()
 
 
 def test_flags_are_those_of_the_program():
@@ -18,6 +19,15 @@ def test_flags_are_those_of_the_program():
     for name in [getattr(value, "name", "")]
     if name and type(value).__name__ == "FlagHolder"
   } - {"source", "out"}
+
+
+def test_flags_of_a_teacher_are_those_of_the_program():
+  section = _TEXT.partition("## Demonstrations")[2].partition("\n## ")[0]
+  command = section.partition("launch.demonstrate ")[2].partition("python")[0]
+  shown = set(re.findall(r"--(\w+)=", command)) - {"config"}
+  program = (_ROOT / "launch" / "demonstrate.py").read_text()
+  assert {"teacher", "model", "out"} <= shown
+  assert all(f'"{flag}"' in program for flag in shown)
 
 
 def test_the_code_runs(tmp_path, monkeypatch, capsys):

@@ -63,6 +63,7 @@ def config(rl_loop, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_goes_on(config, tmp_path):
   out = tmp_path / "shown"
   with ChatServer(clue_by_clue) as server:
